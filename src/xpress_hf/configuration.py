@@ -1,0 +1,237 @@
+"""What a drafter checkpoint is (`XPressConfig`) and how it is run (`SpeculationConfig`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+SLOT_LAYOUTS = ("fill", "shift")
+FUSIONS = ("concat", "layerwise")
+BLOCK_ATTENTIONS = ("bidirectional", "causal")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# Keys that `PreTrainedConfig` reads or writes beside its declared fields.
+_TRANSFORMERS_KEYS = {
+    "architectures",
+    "attn_implementation",
+    "auto_map",
+    "dtype",
+    "experts_implementation",
+    "model_type",
+    "name_or_path",
+    "rope_scaling",
+    "rope_theta",
+    "torch_dtype",
+    "transformers_version",
+    "_attn_implementation",
+    "_commit_hash",
+}
+
+
+@dataclass
+class SpeculationConfig:
+    """How a drafter is run; `None` means the checkpoint's default. Set on `drafter.speculation`, saved with it.
+
+    Args:
+        sweeps: Jacobi sweeps of the refiner per block. 0 = the bare drafter.
+        draft_length: drafted tokens verified per cycle, at most `config.num_draft_tokens`. The whole block is always
+            drafted, since backbone and refiner were trained on it; only the head of the draft is then verified.
+        top_candidates: number C of base candidates per slot that the refiner may choose from (facts: top-C readout).
+            `None` = exact readout over the whole vocabulary.
+    """
+
+    sweeps: int | None = None
+    draft_length: int | None = None
+    top_candidates: int | None = None
+
+    def __post_init__(self):
+        for name, lowest in (("sweeps", 0), ("draft_length", 1), ("top_candidates", 1)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < lowest):
+                raise ValueError(f"`{name}` must be an integer >= {lowest} or None, got {value!r}.")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SpeculationConfig:
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"`speculation` has unknown keys {unknown}; known keys are {sorted(known)}.")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields that were set, so that a saved checkpoint keeps `None` = default."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+
+class XPressConfig(PreTrainedConfig):
+    """Configuration of an [`XPressDrafter`]: a block-diffusion backbone and, optionally, a causal refiner.
+
+    Symbols: L taps, H drafter hidden size, B `block_size` (anchor included), V target vocabulary, r refiner rank.
+
+    Args:
+        vocab_size: rows V of the target's output head.
+        hidden_size: width H of the drafter; must equal the target's embedding width, whose table it borrows.
+        intermediate_size: width of the SwiGLU MLP.
+        num_hidden_layers: drafter layers.
+        num_attention_heads, num_key_value_heads, head_dim: attention sizes.
+        hidden_act: activation of the MLP.
+        rms_norm_eps: epsilon of every RMSNorm.
+        attention_bias: whether q/k/v/o projections carry biases.
+        attention_dropout: dropout of attention weights in training.
+        max_position_embeddings: longest context in tokens that the drafter was made for.
+        rope_parameters: rotary parameters as in transformers, for example `{"rope_type": "default", "rope_theta": 1e6}`.
+        layer_types: one of "full_attention" | "sliding_attention" per layer.
+        sliding_window: visible rows of a sliding layer, the current row included.
+        block_attention: "bidirectional" | "causal" inside the block, for all layers or as a list, one per layer.
+        target_layer_ids: zero-based decoder layers of the target that are tapped, read at `hidden_states[i + 1]`;
+            their order is the order of concatenation. Required: a guessed list loads cleanly and drafts badly.
+        num_target_layers: decoder layers of the target.
+        target_hidden_size: width of each tap. Default: `hidden_size`.
+        block_size: slots of a block, anchor included.
+        mask_token_id: id that fills the slots to be drafted. Required.
+        slot_layout: "fill" (slot k predicts position anchor + k, slot 0 is given) or "shift" (slot k predicts
+            anchor + k + 1, all slots predict).
+        fusion: "concat" (DFlash: one projection of all taps) or "layerwise" (DFlare: a learned mix per layer and own
+            context key/value projections).
+        min_visible_prefix: tokens at the head of a block that are visible to the drafter: 1 = the anchor alone.
+        refiner: `None` (bare DFlash) or `{"rank": r, "mlp_width": m, "sweeps": default sweeps}`.
+        target: facts about the target that the drafter was trained with (name, revision, dtype, template switches).
+            `{"embedding_scale": s}` there overrides the factor that the target itself applies to its embeddings.
+        speculation: default [`SpeculationConfig`] of this checkpoint, as a dict.
+
+    Raises:
+        ValueError: a required key is missing, a key is unknown, or values contradict each other.
+    """
+
+    model_type = "xpress"
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
+
+    vocab_size: int | None = None
+    hidden_size: int = 1024
+    intermediate_size: int = 3072
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 16
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    max_position_embeddings: int = 40960
+    initializer_range: float = 0.02
+    rope_parameters: dict | None = None
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    block_attention: str | list[str] = "bidirectional"
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int | None = None
+    target_hidden_size: int | None = None
+    block_size: int = 16
+    mask_token_id: int | None = None
+    slot_layout: str = "fill"
+    fusion: str = "concat"
+    min_visible_prefix: int = 1
+    refiner: dict | None = None
+    target: dict | None = None
+    speculation: dict | None = None
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        known = {field.name for field in dataclasses.fields(self)} | _TRANSFORMERS_KEYS
+        if unknown := sorted(set(kwargs) - known):
+            raise ValueError(f"`XPressConfig` got unknown keys {unknown}; remove them or correct their spelling.")
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        self.target_hidden_size = self.target_hidden_size or self.hidden_size
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        super().__post_init__(**kwargs)
+        # `AutoConfig` probes classes without arguments; anything given is checked whole.
+        if self.target_layer_ids is not None or self.mask_token_id is not None or self.vocab_size is not None:
+            self.check()
+
+    def check(self) -> None:
+        """Raises `ValueError` naming the first field that breaks a rule."""
+        for name in ("target_layer_ids", "mask_token_id"):
+            if getattr(self, name) is None:
+                raise ValueError(
+                    f"`{name}` is missing: it cannot be guessed from other keys; add it to the drafter's config.json."
+                )
+        self._check_choices()
+        self._check_sizes()
+        if self.refiner is not None:
+            self._check_refiner()
+        if self.speculation is not None:
+            SpeculationConfig.from_dict(self.speculation)
+
+    def _check_choices(self) -> None:
+        choices = [("slot_layout", [self.slot_layout], SLOT_LAYOUTS), ("fusion", [self.fusion], FUSIONS)]
+        choices.append(("layer_types", self.layer_types, LAYER_TYPES))
+        choices.append(("block_attention", self.block_attention_per_layer, BLOCK_ATTENTIONS))
+        for name, values, allowed in choices:
+            for value in values:
+                if value not in allowed:
+                    raise ValueError(f"`{name}` must be one of {list(allowed)}, got {value!r}.")
+
+    def _check_sizes(self) -> None:
+        for name in ("layer_types", "block_attention"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != self.num_hidden_layers:
+                raise ValueError(
+                    f"`{name}` needs one entry per layer (num_hidden_layers={self.num_hidden_layers}), got {value}."
+                )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"`num_attention_heads` ({self.num_attention_heads}) must be a multiple of "
+                f"`num_key_value_heads` ({self.num_key_value_heads})."
+            )
+        if self.block_size < 2:
+            raise ValueError(f"`block_size` counts the anchor and must be >= 2, got {self.block_size}.")
+        if not self.target_layer_ids or min(self.target_layer_ids) < 0:
+            raise ValueError(f"`target_layer_ids` must hold layer numbers >= 0, got {self.target_layer_ids}.")
+        if self.num_target_layers is not None and max(self.target_layer_ids) >= self.num_target_layers:
+            raise ValueError(
+                f"`target_layer_ids` {self.target_layer_ids} must be below `num_target_layers` "
+                f"({self.num_target_layers})."
+            )
+        if self.vocab_size is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"`mask_token_id` must lie in [0, vocab_size={self.vocab_size}), got {self.mask_token_id}.")
+        if "sliding_attention" in self.layer_types and not self.sliding_window:
+            raise ValueError("`sliding_window` is missing although `layer_types` has sliding layers.")
+        if not 1 <= self.min_visible_prefix < self.block_size:
+            raise ValueError(
+                f"`min_visible_prefix` must lie in [1, block_size - 1 = {self.block_size - 1}], "
+                f"got {self.min_visible_prefix}."
+            )
+        if self.fusion == "layerwise" and self.target_hidden_size != self.hidden_size:
+            raise ValueError(
+                "`fusion`='layerwise' mixes taps without a projection and needs `target_hidden_size` == `hidden_size`, "
+                f"got {self.target_hidden_size} and {self.hidden_size}."
+            )
+
+    def _check_refiner(self) -> None:
+        known = {"rank", "mlp_width", "sweeps"}
+        if unknown := sorted(set(self.refiner) - known):
+            raise ValueError(f"`refiner` has unknown keys {unknown}; known keys are {sorted(known)}.")
+        for name, lowest in (("rank", 1), ("mlp_width", 1), ("sweeps", 0)):
+            value = self.refiner.get(name)
+            if not isinstance(value, int) or value < lowest:
+                raise ValueError(f"`refiner.{name}` must be an integer >= {lowest}, got {value!r}.")
+        if self.vocab_size is None:
+            raise ValueError("`vocab_size` is missing: a refiner owns [vocab_size, rank] tables.")
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """D: tokens drafted per block."""
+        return self.block_size - 1 if self.slot_layout == "fill" else self.block_size
+
+    @property
+    def block_attention_per_layer(self) -> list[str]:
+        if isinstance(self.block_attention, list):
+            return self.block_attention
+        return [self.block_attention] * self.num_hidden_layers

@@ -1,0 +1,242 @@
+"""`XPressCandidateGenerator`: drafts for the assisted-decoding loop of transformers (one sequence, one chain)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation import (
+    CandidateGenerator,
+    EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from ..modeling.drafter import XPressDrafter
+from .acceptance import AcceptanceRecord
+from .target import Target, taps
+
+# Processors that never look at the ids: all slots of a block go through them in one call.
+POSITION_FREE = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+# Rules that the loop and the draft length take care of.
+LENGTH_RULES = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
+
+
+class SlotChooser:
+    """Picks a token per slot: processors, then the largest logit, or a draw with fixed noise.
+
+    Noise: one exponential variable per slot and token, drawn once per block and kept for all sweeps, so that slot k of
+    the last sweep is an exact draw from `laws[k]` given the slots before it, for any number of sweeps (argmax of
+    p / E, the Gumbel trick). Greedy choice draws nothing.
+
+    Args:
+        input_ids: [1, S] committed ids, on the target's device; processors run there.
+        processors: logits processors of the generate() call.
+        do_sample: draw instead of taking the largest.
+        forbidden_ids: ids the draft never takes: their probability is zero in the law the draft is drawn from.
+    """
+
+    def __init__(
+        self,
+        input_ids: torch.Tensor,
+        processors: LogitsProcessorList,
+        do_sample: bool,
+        forbidden_ids: torch.Tensor | None,
+    ):
+        self.input_ids = input_ids
+        self.processors = processors
+        self.do_sample = do_sample
+        self.forbidden_ids = forbidden_ids
+        self.noise: torch.Tensor | None = None
+        self.laws: torch.Tensor | None = None
+
+    def __call__(self, logits: torch.Tensor, draft_ids: torch.Tensor | None) -> torch.Tensor:
+        """logits [1, D, V]; draft_ids [1, D] of the previous sweep, `None` in the seed -> ids [1, D]."""
+        device = logits.device
+        logits = logits.to(self.input_ids.device)
+        if self.do_sample and self.noise is None:
+            self.noise = torch.empty_like(logits, dtype=torch.float32).exponential_()
+        if all(isinstance(processor, POSITION_FREE) for processor in self.processors):
+            rows = logits[0]
+            if self.processors:
+                rows = self.processors(self.input_ids.expand(rows.shape[0], -1), rows.float())
+            self.laws = self._forbid(rows)[None]
+            return self._pick(self.laws, self.noise).to(device)
+        return self._slot_by_slot(logits, draft_ids).to(device)
+
+    def _slot_by_slot(self, logits: torch.Tensor, draft_ids: torch.Tensor | None) -> torch.Tensor:
+        chosen: list[torch.Tensor] = []
+        laws: list[torch.Tensor] = []
+        for slot in range(logits.shape[1]):
+            before = chosen if draft_ids is None else list(draft_ids[:, :slot].to(self.input_ids.device).split(1, dim=1))
+            prefix = torch.cat([self.input_ids, *before[:slot]], dim=1)
+            law = self._forbid(self.processors(prefix, logits[:, slot].float()))
+            noise = None if self.noise is None else self.noise[:, slot]
+            laws.append(law)
+            chosen.append(self._pick(law, noise)[:, None])
+        self.laws = torch.stack(laws, dim=1)
+        return torch.cat(chosen, dim=1)
+
+    def _forbid(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.forbidden_ids is None or not len(self.forbidden_ids):
+            return rows
+        masked = rows.index_fill(-1, self.forbidden_ids.to(rows.device), -torch.inf)
+        # A law that consists of forbidden ids only stays as it is: there is nothing else to draw.
+        empty = ~torch.isfinite(masked).any(dim=-1, keepdim=True)
+        return torch.where(empty, rows, masked)
+
+    def _pick(self, laws: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
+        if noise is None:
+            return laws.argmax(dim=-1)
+        return (laws.float().softmax(dim=-1) / noise).argmax(dim=-1)
+
+
+class XPressCandidateGenerator(CandidateGenerator):
+    """Drafts one block per call from the hidden states of the target's latest forward.
+
+    Stop rules stay exact although the loop looks at them once per block: a draft never holds a token that would end
+    the text, so such a token is always the target's own and always the last one. In greedy decoding the draft is cut
+    before it. In sampling, where a cut that depends on the drawn token would bias the law, end ids have probability
+    zero in the draft's law; with other stop rules the draft is a point mass (the target samples and compares).
+
+    Args:
+        model: the target.
+        drafter: an `XPressDrafter`.
+        generation_config: prepared config of the call (`max_length`, `do_sample`, end ids).
+        logits_processor: processors of the call.
+        stopping_criteria: criteria of the call, for the cut.
+    """
+
+    requires_model_outputs = True
+    model_kwargs_overrides = {"output_hidden_states": True}
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: XPressDrafter,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+    ):
+        self.model = model
+        self.drafter = drafter
+        self.target = Target.for_drafter(model, drafter.config)
+        self.processors = logits_processor
+        self.max_length = generation_config.max_length
+        end_ids = getattr(generation_config, "_eos_token_tensor", None)
+        self.end_ids = None if end_ids is None else end_ids.flatten()
+        self.stop_rules = [rule for rule in stopping_criteria if not isinstance(rule, LENGTH_RULES)]
+        self.do_sample = bool(generation_config.do_sample)
+        self.draws_draft = self.do_sample and not self.stop_rules
+        self.draft_limit = draft_limit(drafter, generation_config)
+        self.cache = drafter.new_cache()
+        self.record = AcceptanceRecord(drafter.config.num_draft_tokens)
+        self.candidate_ids: torch.Tensor | None = None
+        self._num_drafted = 0
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any] | None = None,
+        model_outputs: Any = None,
+        is_first_iteration: bool = True,
+        n_last_matches: int = 0,
+        **kwargs: Any,
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """[1, S] committed ids -> ([1, S + drafted], laws of the draft [1, drafted, V] or None)."""
+        self._num_drafted = 0
+        self.candidate_ids = input_ids
+        room = min(self.max_length - input_ids.shape[1] - 1, self.draft_limit)
+        if is_first_iteration or room <= 0:
+            return input_ids, None
+        attention_mask = (model_kwargs or {}).get("attention_mask")
+        context = self._new_context(input_ids, attention_mask, model_outputs, int(n_last_matches))
+        chooser = SlotChooser(input_ids, self.processors, self.draws_draft, self.end_ids if self.draws_draft else None)
+        draft = self.drafter.draft_block(self.target, self._known_ids(input_ids, attention_mask), context, self.cache, chooser)
+        draft_ids = draft.ids.to(input_ids.device)[:, :room]
+        if not self.draws_draft:
+            draft_ids = draft_ids[:, : self._length_before_stop(input_ids, draft_ids)]
+        self._num_drafted = draft_ids.shape[1]
+        self.candidate_ids = torch.cat([input_ids, draft_ids], dim=1)
+        laws = chooser.laws[:, : self._num_drafted] if self.draws_draft and self._num_drafted else None
+        return self.candidate_ids, laws
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        if self._num_drafted:
+            self.record.add(int(num_matches), self._num_drafted)
+
+    def _new_context(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, outputs: Any, num_matches: int
+    ) -> torch.Tensor:
+        """Taps of the rows that the drafter's cache lacks: prompt rows without padding, later the kept rows."""
+        layers = self.drafter.config.target_layer_ids
+        if self.cache.get_seq_length():
+            return taps(tuple(state[:, : num_matches + 1] for state in outputs.hidden_states), layers)
+        rows = taps(outputs.hidden_states, layers)
+        missing = input_ids.shape[1] - 1 - rows.shape[1]
+        if missing > 0:
+            rows = torch.cat([self._reread(input_ids[:, :missing], attention_mask, layers), rows], dim=1)
+        if attention_mask is not None and rows.shape[1] <= attention_mask.shape[1]:
+            rows = rows[:, attention_mask[0, : rows.shape[1]].bool().to(rows.device)]
+        return rows
+
+    def _reread(self, ids: torch.Tensor, attention_mask: torch.Tensor | None, layers: list[int]) -> torch.Tensor:
+        """Taps of a prefix that came in the caller's cache: its keys are there, its hidden states are not."""
+        mask = None if attention_mask is None else attention_mask[:, : ids.shape[1]]
+        outputs = self.model(input_ids=ids, attention_mask=mask, use_cache=False, output_hidden_states=True)
+        return taps(outputs.hidden_states, layers).to(self.model.device)
+
+    def _known_ids(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """The last two committed ids, padding excluded."""
+        if attention_mask is not None and attention_mask.shape[1] >= 2 and not bool(attention_mask[0, -2]):
+            return input_ids[:, -1:]
+        return input_ids[:, -2:]
+
+    def _length_before_stop(self, input_ids: torch.Tensor, draft_ids: torch.Tensor) -> int:
+        """Number of leading draft tokens that do not end the text."""
+        length = draft_ids.shape[1]
+        if self.end_ids is not None:
+            ends = torch.isin(draft_ids[0], self.end_ids.to(draft_ids.device)).nonzero()
+            if len(ends):
+                length = int(ends[0])
+        for kept in range(1, length + 1 if self.stop_rules else 0):
+            text = torch.cat([input_ids, draft_ids[:, :kept]], dim=1)
+            if any(bool(rule(text, None).all()) for rule in self.stop_rules):
+                return kept - 1
+        return length
+
+
+def draft_limit(drafter: XPressDrafter, generation_config: GenerationConfig) -> int:
+    """Drafts verified per cycle: the generate() argument, the drafter's generation config, `speculation`, else D."""
+    asked = generation_config.num_assistant_tokens
+    # generate() fills a global default in where the user gave nothing.
+    stock_default = GenerationConfig._get_default_generation_params().get("num_assistant_tokens")
+    if asked is None or asked == stock_default:
+        asked = drafter.generation_config.num_assistant_tokens
+    if asked is None:
+        asked = drafter.speculation.draft_length
+    longest = drafter.config.num_draft_tokens
+    return longest if asked is None else max(0, min(int(asked), longest))

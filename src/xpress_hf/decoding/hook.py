@@ -1,0 +1,157 @@
+"""The one place that touches private names of transformers: makes generate() use an `XPressDrafter`.
+
+Wrapped on `GenerationMixin`, once per process: `_validate_generation_mode` (our checks instead of those for a causal
+assistant), `_assisted_decoding` (call state, acceptance record) and `_get_candidate_generator`. With any other
+assistant, or with `speculation_type="dflash"`, the originals run unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation import GenerationMixin, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+
+from ..modeling.drafter import XPressDrafter, is_drafter, unwrap_drafter
+from .candidates import XPressCandidateGenerator
+from .target import check_pair
+
+
+@dataclass
+class _Call:
+    """State of one generate() call."""
+
+    drafter: XPressDrafter
+    stopping_criteria: StoppingCriteriaList
+    generator: XPressCandidateGenerator | None = None
+
+
+_current_call: ContextVar[_Call | None] = ContextVar("xpress_hf_call", default=None)
+
+
+class _CommittedOnly(StoppingCriteriaList):
+    """Judges committed ids only. Some versions of the loop also judge the candidate, before it is verified, and drop
+    a token when it says stop; our drafts never contain a stop, so only the prompt itself could say so."""
+
+    def __init__(self, criteria: StoppingCriteriaList, call: _Call):
+        super().__init__(criteria)
+        self._call = call
+
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        generator = self._call.generator
+        if generator is not None and input_ids is generator.candidate_ids:
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+        return super().__call__(input_ids, scores, **kwargs)
+
+
+def _is_ours(assistant: Any, generation_config: GenerationConfig) -> bool:
+    return assistant is not None and is_drafter(assistant) and not _stock_dflash(generation_config)
+
+
+def _stock_dflash(generation_config: GenerationConfig) -> bool:
+    return getattr(generation_config, "speculation_type", None) == "dflash"
+
+
+def check_options(model: Any, mode: GenerationMode, config: GenerationConfig, options: dict[str, Any]) -> None:
+    """Raises `ValueError`, naming the option, for what cannot be combined with a drafter; before any forward."""
+    refused = {
+        "use_mtp": "drafts with the target's own heads",
+        "prompt_lookup_num_tokens": "drafts from the prompt",
+        "assistant_early_exit": "drafts with the target's own early layers",
+        "assistant_ensemble_weight": "changes the output's law, and a drafter promises not to",
+    }
+    for name, reason in refused.items():
+        if getattr(config, name, None):
+            raise ValueError(f"`{name}`={getattr(config, name)!r} {reason}; remove it or `assistant_model`.")
+    if config.num_beams is not None and config.num_beams > 1:
+        raise ValueError(f"`num_beams`={config.num_beams}: beam search takes no drafter; set it to 1 or drop the drafter.")
+    if config.num_return_sequences is not None and config.num_return_sequences > 1:
+        raise ValueError(
+            f"`num_return_sequences`={config.num_return_sequences}: a drafter serves one sequence per call; "
+            "call generate() once per sequence."
+        )
+    if mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(f"Generation mode {mode.value!r} takes no drafter; remove `assistant_model`.")
+    if config.use_cache is False:
+        raise ValueError("`use_cache`=False: drafts are verified against a cache; set `use_cache=True`.")
+    if config.guidance_scale is not None and config.guidance_scale != 1:
+        raise ValueError(
+            f"`guidance_scale`={config.guidance_scale}: its processor keeps a cache of its own that a rejected draft "
+            "would spoil; remove it or `assistant_model`."
+        )
+    if options.get("assistant_tokenizer") is not None:
+        raise ValueError("`assistant_tokenizer`: a drafter shares the target's vocabulary; remove the argument.")
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{type(model).__name__} keeps a recurrent state that cannot be rolled back after a rejected draft; its "
+            "cache cannot be cropped. Generate without `assistant_model`."
+        )
+
+
+def _validate(original: Any, self: Any, mode: GenerationMode, config: GenerationConfig, options: dict) -> None:
+    assistant = options.get("assistant_model")
+    if not _is_ours(assistant, config):
+        return original(self, mode, config, options)
+    check_options(self, mode, config, options)
+    check_pair(self, unwrap_drafter(assistant).config)
+
+
+def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, **kwargs: Any) -> Any:
+    assistant, config = kwargs.get("assistant_model"), kwargs["generation_config"]
+    if not _is_ours(assistant, config):
+        return original(self, input_ids, *args, **kwargs)
+    if input_ids.shape[0] > 1:
+        raise ValueError(
+            f"`input_ids`: a drafter serves a batch of one sequence, got {input_ids.shape[0]}; call generate() once "
+            "per prompt."
+        )
+    call = _Call(unwrap_drafter(assistant), kwargs["stopping_criteria"])
+    kwargs["stopping_criteria"] = _CommittedOnly(call.stopping_criteria, call)
+    token = _current_call.set(call)
+    try:
+        output = original(self, input_ids, *args, **kwargs)
+    finally:
+        _current_call.reset(token)
+    call.drafter.last_acceptance = call.generator.record
+    return output
+
+
+def _candidate_generator(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    call = _current_call.get()
+    if call is None or not _is_ours(kwargs.get("assistant_model"), kwargs["generation_config"]):
+        return original(self, *args, **kwargs)
+    call.generator = XPressCandidateGenerator(
+        model=self,
+        drafter=call.drafter,
+        generation_config=kwargs["generation_config"],
+        logits_processor=kwargs["logits_processor"],
+        stopping_criteria=call.stopping_criteria,
+    )
+    return call.generator
+
+
+def install() -> None:
+    """Wraps the three methods of `GenerationMixin`; a second call changes nothing."""
+    for name, wrapper in (
+        ("_validate_generation_mode", _validate),
+        ("_assisted_decoding", _decode),
+        ("_get_candidate_generator", _candidate_generator),
+    ):
+        original = getattr(GenerationMixin, name)
+        if getattr(original, "_xpress_hf", False):
+            continue
+        # partialmethod would hide the signature, which generate() inspects.
+        wrapped = functools.wraps(original)(_bind(wrapper, original))
+        wrapped._xpress_hf = True
+        setattr(GenerationMixin, name, wrapped)
+
+
+def _bind(wrapper: Any, original: Any) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, self, *args, **kwargs)
+
+    return method

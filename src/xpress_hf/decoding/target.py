@@ -1,0 +1,113 @@
+"""What a drafter needs of its target: embeddings, output head with its scaling and soft cap, and taps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..configuration import XPressConfig
+
+
+class Target:
+    """Borrowed parts of a frozen causal LM. Holds references for one call or one training run, owns nothing.
+
+    Args:
+        model: any causal LM of transformers, PEFT-wrapped or not.
+        embedding_scale: factor on the output of the input embedding module. `None` = none beyond what the module
+            itself applies, as Gemma's scaled embedding does.
+    """
+
+    def __init__(self, model: PreTrainedModel, embedding_scale: float | None = None):
+        self.model = model
+        self.config = model.config.get_text_config()
+        self.embedding = model.get_input_embeddings()
+        self.head = model.get_output_embeddings()
+        if embedding_scale is None:
+            # Granite and its relatives scale in the forward pass, outside the embedding module.
+            embedding_scale = getattr(self.config, "embedding_multiplier", None)
+        self.embedding_scale = 1.0 if embedding_scale is None else float(embedding_scale)
+
+    @classmethod
+    def for_drafter(cls, model: PreTrainedModel, config: XPressConfig) -> Target:
+        return cls(model, (config.target or {}).get("embedding_scale"))
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """[B, K] ids -> [B, K, H] as the first decoder layer of the target would see them.
+
+        Additive position tables (GPT-2) are left out, since the drafter rotates positions itself, and so is a norm on
+        the embeddings that belongs to the target's own stream (Muse).
+        """
+        weight = getattr(self.embedding, "weight", None)
+        ids = ids if weight is None else ids.to(weight.device)
+        if isinstance(getattr(self.embedding, "embed_norm", None), nn.Module):
+            embeds = nn.functional.embedding(ids, self.embedding.weight)
+        else:
+            embeds = self.embedding(ids)
+        return embeds if self.embedding_scale == 1.0 else embeds * self.embedding_scale
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Drafter hidden states [..., H] -> logits [..., V] by the target's head, scaled and capped as the target does.
+
+        The target's final norm is not applied: the drafter has its own.
+        """
+        weight = getattr(self.head, "weight", None)
+        # 3-D slices leave the fast bf16 path of CPU kernels; contiguous 2-D rows do not.
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+        if weight is not None and weight.is_floating_point():
+            rows = rows.to(weight.device, weight.dtype)
+        else:
+            rows = rows.to(self.model.device, self.model.dtype)
+        logits = self.head(rows)
+        if (scale := getattr(self.config, "logit_scale", None)) is not None:
+            logits = logits * scale
+        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
+            logits = logits / divisor
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits.unflatten(0, hidden_states.shape[:-1])
+
+
+def taps(hidden_states: tuple[torch.Tensor, ...], target_layer_ids: list[int]) -> torch.Tensor:
+    """Concatenated outputs of the tapped decoder layers. Full tuple, entry 0 the embeddings -> [B, S, L * H]."""
+    return torch.cat([hidden_states[layer + 1] for layer in target_layer_ids], dim=-1)
+
+
+def check_pair(model: PreTrainedModel, config: XPressConfig) -> None:
+    """Raises `ValueError`, naming both sides, when a drafter cannot read this target. Runs before any forward."""
+    text_config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"`assistant_model`: {type(model).__name__} is an encoder-decoder model; block drafters need a causal LM."
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"`assistant_model`: {type(model).__name__} has no output head to borrow; load it as a causal LM."
+        )
+    width, layers, rows = text_config.hidden_size, text_config.num_hidden_layers, text_config.vocab_size
+    embedding_width = getattr(model.get_input_embeddings(), "embedding_dim", width)
+    for name, expected, found in (
+        ("target_hidden_size", config.target_hidden_size, width),
+        ("hidden_size", config.hidden_size, embedding_width),
+    ):
+        if expected != found:
+            raise ValueError(
+                f"`{name}`: the drafter was made for a target of width {expected}, this target has {found}. "
+                "Load the drafter that belongs to this target."
+            )
+    # Entry N of the hidden states is replaced by the normed state, so the last layer's raw output cannot be read.
+    if max(config.target_layer_ids) >= layers - 1:
+        raise ValueError(
+            f"`target_layer_ids` {config.target_layer_ids}: layer {max(config.target_layer_ids)} is out of range; the "
+            f"target has {layers} layers and the last one cannot be tapped (highest allowed: {layers - 2})."
+        )
+    if config.vocab_size is not None and config.refiner is not None and config.vocab_size != rows:
+        raise ValueError(
+            f"`vocab_size`: the refiner was trained for {config.vocab_size} tokens, the target has {rows}."
+        )
+    if not 0 <= config.mask_token_id < rows:
+        raise ValueError(
+            f"`mask_token_id` {config.mask_token_id} lies outside the target's vocabulary of {rows} tokens."
+        )

@@ -1,0 +1,238 @@
+"""`XPressDrafter`: fusion, backbone and refiner as one `PreTrainedModel`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from ..checkpoints.loading import read_checkpoint
+from ..configuration import SpeculationConfig, XPressConfig
+from .backbone import Backbone
+from .fusion import LayerwiseFusion, build_fusion
+from .refiner import CausalRefiner, Chooser, greedy_choice, refine_block
+
+
+@dataclass
+class BlockDraft:
+    """Drafted ids [1, D], the logits they were chosen from [1, D, V], and the ids of the bare drafter [1, D]."""
+
+    ids: torch.Tensor
+    logits: torch.Tensor
+
+
+class XPressDrafter(PreTrainedModel):
+    """A block-diffusion drafter with a causal refiner, used as `target.generate(..., assistant_model=drafter)`.
+
+    It owns neither embeddings nor an output head: both are borrowed from the target at call time, so they are never
+    saved and never trained. `forward` has the signature of transformers' own block drafters; without a refiner the
+    model also runs under `speculation_type="dflash"`.
+
+    Attributes:
+        speculation: [`SpeculationConfig`], how generate() runs this drafter.
+        last_acceptance: `AcceptanceRecord` of the latest generate() call, `None` before the first.
+    """
+
+    config_class = XPressConfig
+    base_model_prefix = "drafter"
+    main_input_name = "noise_embeds"
+    input_modalities = ("text",)
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["BackboneLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+
+    def __init__(self, config: XPressConfig):
+        config.check()
+        super().__init__(config)
+        self.fusion = build_fusion(config)
+        self.backbone = Backbone(config)
+        self.refiner = CausalRefiner(config) if config.refiner is not None else None
+        self.speculation = SpeculationConfig.from_dict(config.speculation or {})
+        self.last_acceptance = None
+        self.generation_config = GenerationConfig()
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        from transformers import initialization as init
+
+        if isinstance(module, CausalRefiner):
+            init.zeros_(module.mixer)
+        elif isinstance(module, LayerwiseFusion):
+            init.copy_(module.mix, module.initial_mix())
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, config: Any = None, **kwargs: Any
+    ) -> XPressDrafter:
+        """Loads a drafter in any layout of `checkpoints.layouts` from a folder or a Hub id.
+
+        Accepts the arguments of [`PreTrainedModel.from_pretrained`]. Only safetensors are read; no remote code is run.
+
+        Raises:
+            ValueError: missing or unexpected weights (all listed), weights that are not finite, or an unknown layout.
+            OSError: the folder or repository does not exist or has no config.
+        """
+        kwargs["use_safetensors"] = True
+        wants_info = kwargs.pop("output_loading_info", False)
+        checkpoint = read_checkpoint(pretrained_model_name_or_path, kwargs)
+        if checkpoint is not None:
+            config = config or checkpoint.config
+            drafter, info = cls._from_state_dict(checkpoint.state_dict, config, **kwargs)
+        else:
+            drafter, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **kwargs
+            )
+        drafter._check_loading(pretrained_model_name_or_path, info)
+        return (drafter, info) if wants_info else drafter
+
+    @classmethod
+    def _from_state_dict(
+        cls, state_dict: dict[str, torch.Tensor], config: XPressConfig, **kwargs: Any
+    ) -> tuple[XPressDrafter, dict]:
+        kept = ("dtype", "attn_implementation", "device_map")
+        options = {key: kwargs[key] for key in kept if kwargs.get(key) is not None}
+        return super().from_pretrained(
+            None, config=config, state_dict=state_dict, output_loading_info=True, **options
+        )
+
+    def _check_loading(self, source: Any, info: dict) -> None:
+        problems = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
+        if problems:
+            listed = "; ".join(f"{key}: {value}" for key, value in problems.items())
+            raise ValueError(f"Checkpoint {str(source)!r} does not hold the weights that its config describes. {listed}.")
+        for name, parameter in self.named_parameters():
+            if not torch.isfinite(parameter).all():
+                raise ValueError(f"Checkpoint {str(source)!r} has values that are not finite in `{name}`.")
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+        """As [`PreTrainedModel.save_pretrained`]; `speculation` is saved in the config."""
+        self.config.speculation = self.speculation.to_dict() or None
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor | None = None,
+        context_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            noise_embeds: [B, K, H] target embeddings of the block: visible tokens, then the mask token.
+            context_hidden_states: [B, S, L * H_target] concatenated taps of the rows not yet in the cache.
+            attention_mask: [B, T] over cached rows, new context and block; or a dict of 4-D masks (see `Backbone`).
+            position_ids: [B, S + K].
+            cache: grows by S + K rows; the caller crops the block's K rows. `past_key_values` is its older name.
+
+        Raises:
+            ValueError: ids or embeddings without the target's hidden states were given.
+        """
+        if noise_embeds is None or context_hidden_states is None or position_ids is None:
+            raise ValueError(
+                "A drafter is no language model of its own: it needs `noise_embeds`, `context_hidden_states` and "
+                f"`position_ids` (got arguments {sorted(kwargs)}). Use it as "
+                "`target.generate(..., assistant_model=drafter)`."
+            )
+        cache = cache if cache is not None else past_key_values
+        expected = len(self.config.target_layer_ids) * self.config.target_hidden_size
+        if context_hidden_states.shape[-1] != expected:
+            raise ValueError(
+                f"`context_hidden_states` must be {expected} wide ({len(self.config.target_layer_ids)} taps x "
+                f"{self.config.target_hidden_size}), got shape {tuple(context_hidden_states.shape)}."
+            )
+        if context_hidden_states.shape[1] == 0 and (cache is None or cache.get_seq_length() == 0):
+            raise ValueError("`context_hidden_states` is empty: drafting without target features is meaningless.")
+        dtype = self.backbone.norm.weight.dtype
+        contexts = self.fusion(context_hidden_states.to(dtype))
+        last_hidden_state = self.backbone(noise_embeds.to(dtype), contexts, position_ids, attention_mask, cache)
+        return BaseModelOutputWithPast(last_hidden_state=last_hidden_state)
+
+    def generate(self, *args: Any, **kwargs: Any) -> None:
+        raise ValueError("A drafter does not generate by itself; call `target.generate(..., assistant_model=drafter)`.")
+
+    @property
+    def num_sweeps(self) -> int:
+        """Sweeps that generate() runs: `speculation.sweeps`, else the checkpoint's default, else 0."""
+        if self.refiner is None:
+            return 0
+        return self.config.refiner["sweeps"] if self.speculation.sweeps is None else self.speculation.sweeps
+
+    def new_cache(self) -> Cache:
+        """A cache for the context rows of one sequence."""
+        return DynamicCache()
+
+    @torch.no_grad()
+    def draft_block(
+        self,
+        target: Any,
+        known_ids: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        cache: Cache,
+        choose: Chooser = greedy_choice,
+    ) -> BlockDraft:
+        """Drafts one block behind `known_ids`.
+
+        Args:
+            target: a `decoding.target.Target`: `embed(ids)` and `logits(hidden_states)`.
+            known_ids: [1, >= 1] committed tokens; the last is the anchor, the one before it the refiner's predecessor.
+            context_hidden_states: [1, S, L * H_target] taps of the rows that the cache lacks, all before the anchor.
+            cache: context rows of earlier cycles; afterwards it also holds the S new ones, never block rows.
+            choose: picks a token per slot, see `refine_block`.
+        """
+        config = self.config
+        device = self.device
+        anchor = known_ids[:, -1:]
+        masks = anchor.new_full((1, config.block_size - 1), config.mask_token_id)
+        start = cache.get_seq_length()
+        num_rows = context_hidden_states.shape[1] + config.block_size
+        hidden_states = self(
+            noise_embeds=target.embed(torch.cat([anchor, masks], dim=1)).to(device),
+            context_hidden_states=context_hidden_states.to(device),
+            position_ids=torch.arange(start, start + num_rows, device=device)[None],
+            cache=cache,
+        ).last_hidden_state
+        cache.crop(-config.block_size)
+        num_drafts = config.num_draft_tokens
+        base_logits = target.logits(hidden_states[:, -num_drafts:]).to(device, torch.float32)
+        if self.num_sweeps == 0:
+            return BlockDraft(choose(base_logits, None), base_logits)
+        # At the start of a sequence the anchor stands in for its missing predecessor.
+        before = known_ids[:, -2:] if known_ids.shape[1] > 1 else anchor.expand(-1, 2)
+        first_ids = (before if config.slot_layout == "fill" else anchor).to(device)
+        ids, logits = refine_block(
+            self.refiner,
+            hidden_states,
+            base_logits,
+            first_ids,
+            self.num_sweeps,
+            choose,
+            self.speculation.top_candidates,
+        )
+        return BlockDraft(ids, logits)
+
+
+def is_drafter(model: Any) -> bool:
+    """Whether `model` is an `XPressDrafter`, also inside a PEFT wrapper."""
+    return isinstance(unwrap_drafter(model), XPressDrafter)
+
+
+def unwrap_drafter(model: Any) -> Any:
+    get_base_model = getattr(model, "get_base_model", None)
+    return get_base_model() if callable(get_base_model) else model
+
+
+def is_folder(path: Any) -> bool:
+    return Path(str(path)).is_dir()

@@ -1,0 +1,1 @@
+"""Training of drafters: blocks cut at random anchors, losses in row chunks, and the trainer."""
