@@ -1,0 +1,62 @@
+"""Starts a drafter from copies of its target's last layers, which halves the first loss against a random start."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from ..modeling.drafter import XPressDrafter
+
+
+def target_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """Decoder layers of a target with separate q/k/v/o and gate/up/down projections (Llama, Qwen, Mistral, ...).
+
+    Raises:
+        ValueError: the target's layers are built differently.
+    """
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    if layers is None or not hasattr(layers[0], "self_attn") or not hasattr(layers[0].self_attn, "q_proj"):
+        raise ValueError(f"{type(model).__name__}: its layers have no q/k/v projections to copy; start from random weights.")
+    return layers
+
+
+@torch.no_grad()
+def initialize_from_target(drafter: XPressDrafter, model: PreTrainedModel, layer_ids: list[int] | None = None) -> None:
+    """Copies target layers into the drafter, in place.
+
+    The drafter's layers become copies of `layer_ids` (default: the target's last ones) and its final norm that of the
+    target. A concat fusion passes the last tap on, which is close to what these layers read in the target.
+
+    Raises:
+        ValueError: sizes differ, or the target's layers cannot be copied.
+    """
+    layers = target_layers(model)
+    count = len(drafter.backbone.layers)
+    layer_ids = layer_ids or list(range(len(layers) - count, len(layers)))
+    if len(layer_ids) != count:
+        raise ValueError(f"`layer_ids` must name {count} target layers, got {layer_ids}.")
+    for own, index in zip(drafter.backbone.layers, layer_ids, strict=True):
+        theirs = layers[index]
+        pairs = [(own.input_layernorm, theirs.input_layernorm)]
+        pairs.append((own.post_attention_layernorm, theirs.post_attention_layernorm))
+        pairs += [(getattr(own.self_attn, n), getattr(theirs.self_attn, n)) for n in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        pairs += [(getattr(own.mlp, n), getattr(theirs.mlp, n)) for n in ("gate_proj", "up_proj", "down_proj")]
+        if own.self_attn.own_context_projections:
+            pairs.append((own.self_attn.k_proj_target, theirs.self_attn.k_proj))
+            pairs.append((own.self_attn.v_proj_target, theirs.self_attn.v_proj))
+        for mine, source in pairs:
+            if mine.weight.shape != source.weight.shape:
+                raise ValueError(
+                    f"Target layer {index} does not fit the drafter: shapes {tuple(source.weight.shape)} and "
+                    f"{tuple(mine.weight.shape)}; give the drafter the target's sizes."
+                )
+            mine.weight.copy_(source.weight)
+    drafter.backbone.norm.weight.copy_(model.get_decoder().norm.weight)
+    norms = [layers[index].input_layernorm.weight.float() for index in layer_ids]
+    drafter.fusion.norm.weight.copy_(torch.stack(norms).mean(dim=0))
+    if drafter.config.fusion == "concat":
+        width = drafter.config.target_hidden_size
+        last_tap = drafter.fusion.fc.weight[:, -width:]
+        drafter.fusion.fc.weight.mul_(0.25)
+        last_tap.add_(torch.eye(*last_tap.shape, dtype=last_tap.dtype))

@@ -1,0 +1,51 @@
+"""Muon for matrices and AdamW for the rest, as one optimizer that `Trainer` can save and resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Hidden matrices are stepped by `torch.optim.Muon`, everything else (norms, mixers, embedding and readout tables)
+    by AdamW. Schedulers see one list of parameter groups.
+
+    Args:
+        named_parameters: trainable parameters with names.
+        matrix_lr: learning rate of Muon, on its own scale (0.02 to 0.001 is usual).
+        lr: learning rate of AdamW.
+    """
+
+    # Tables indexed by token have rows that are seldom touched; orthogonalising their updates would move all of them.
+    TABLES = ("token_embed", "readout")
+
+    def __init__(
+        self, named_parameters: Iterable[tuple[str, nn.Parameter]], matrix_lr: float, lr: float, weight_decay: float = 0.0
+    ):
+        matrices, others = [], []
+        for name, parameter in named_parameters:
+            is_matrix = parameter.ndim == 2 and not any(table in name for table in self.TABLES)
+            (matrices if is_matrix else others).append(parameter)
+        self.parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            self.parts.append(torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=weight_decay))
+        if others:
+            self.parts.append(torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay))
+        # The groups are the parts' own dicts, so that what a scheduler writes here is what the parts read.
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for part in self.parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
