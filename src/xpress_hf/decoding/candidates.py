@@ -196,18 +196,9 @@ class XPressCandidateGenerator(CandidateGenerator):
         if self.cache.get_seq_length():
             return taps(tuple(state[:, : num_matches + 1] for state in outputs.hidden_states), layers)
         rows = taps(outputs.hidden_states, layers)
-        missing = input_ids.shape[1] - 1 - rows.shape[1]
-        if missing > 0:
-            rows = torch.cat([self._reread(input_ids[:, :missing], attention_mask, layers), rows], dim=1)
         if attention_mask is not None and rows.shape[1] <= attention_mask.shape[1]:
             rows = rows[:, attention_mask[0, : rows.shape[1]].bool().to(rows.device)]
         return rows
-
-    def _reread(self, ids: torch.Tensor, attention_mask: torch.Tensor | None, layers: list[int]) -> torch.Tensor:
-        """Taps of a prefix that came in the caller's cache: its keys are there, its hidden states are not."""
-        mask = None if attention_mask is None else attention_mask[:, : ids.shape[1]]
-        outputs = self.model(input_ids=ids, attention_mask=mask, use_cache=False, output_hidden_states=True)
-        return taps(outputs.hidden_states, layers).to(self.model.device)
 
     def _known_ids(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         """The last two committed ids, padding excluded."""

@@ -109,6 +109,12 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
             f"`input_ids`: a drafter serves a batch of one sequence, got {input_ids.shape[0]}; call generate() once "
             "per prompt."
         )
+    cache = kwargs.get("cache", kwargs.get("past_key_values"))
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            "`past_key_values`: the drafter has no hidden states for a prefix that is only in the cache; call "
+            "generate() with the ids alone, or without `assistant_model`."
+        )
     call = _Call(unwrap_drafter(assistant), kwargs["stopping_criteria"])
     kwargs["stopping_criteria"] = _CommittedOnly(call.stopping_criteria, call)
     token = _current_call.set(call)
