@@ -141,7 +141,6 @@ class XPressCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
     ):
-        self.model = model
         self.drafter = drafter
         self.target = Target.for_drafter(model, drafter.config)
         self.processors = logits_processor
@@ -173,7 +172,7 @@ class XPressCandidateGenerator(CandidateGenerator):
         if is_first_iteration or room <= 0:
             return input_ids, None
         attention_mask = (model_kwargs or {}).get("attention_mask")
-        context = self._new_context(input_ids, attention_mask, model_outputs, int(n_last_matches))
+        context = self._new_context(attention_mask, model_outputs, int(n_last_matches))
         chooser = SlotChooser(input_ids, self.processors, self.draws_draft, self.end_ids if self.draws_draft else None)
         draft = self.drafter.draft_block(self.target, self._known_ids(input_ids, attention_mask), context, self.cache, chooser)
         draft_ids = draft.ids.to(input_ids.device)[:, :room]
@@ -189,7 +188,7 @@ class XPressCandidateGenerator(CandidateGenerator):
             self.record.add(int(num_matches), self._num_drafted)
 
     def _new_context(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, outputs: Any, num_matches: int
+        self, attention_mask: torch.Tensor | None, outputs: Any, num_matches: int
     ) -> torch.Tensor:
         """Taps of the rows that the drafter's cache lacks: prompt rows without padding, later the kept rows."""
         layers = self.drafter.config.target_layer_ids

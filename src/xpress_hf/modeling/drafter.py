@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from .refiner import CausalRefiner, Chooser, greedy_choice, refine_block
 
 @dataclass
 class BlockDraft:
-    """Drafted ids [1, D], the logits they were chosen from [1, D, V], and the ids of the bare drafter [1, D]."""
+    """Drafted ids [1, D] and the logits they were chosen from [1, D, V]."""
 
     ids: torch.Tensor
     logits: torch.Tensor
@@ -232,7 +231,3 @@ def is_drafter(model: Any) -> bool:
 def unwrap_drafter(model: Any) -> Any:
     get_base_model = getattr(model, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else model
-
-
-def is_folder(path: Any) -> bool:
-    return Path(str(path)).is_dir()
