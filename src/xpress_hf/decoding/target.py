@@ -34,6 +34,11 @@ class Target:
     def for_drafter(cls, model: PreTrainedModel, config: XPressConfig) -> Target:
         return cls(model, (config.target or {}).get("embedding_scale"))
 
+    @property
+    def has_linear_head(self) -> bool:
+        """Whether single rows of the output head can be read, as no quantised or wrapped head allows."""
+        return type(self.head) is nn.Linear and self.head.weight.is_floating_point()
+
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """[B, K] ids -> [B, K, H] as the first decoder layer of the target would see them.
 
@@ -48,10 +53,11 @@ class Target:
             embeds = self.embedding(ids)
         return embeds if self.embedding_scale == 1.0 else embeds * self.embedding_scale
 
-    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
         """Drafter hidden states [..., H] -> logits [..., V] by the target's head, scaled and capped as the target does.
 
-        The target's final norm is not applied: the drafter has its own.
+        The target's final norm is not applied: the drafter has its own. With `token_ids` [W] only these tokens' logits
+        [..., W] are computed, which takes a head that is a plain linear layer.
         """
         weight = getattr(self.head, "weight", None)
         # 3-D slices leave the fast bf16 path of CPU kernels; contiguous 2-D rows do not.
@@ -60,7 +66,12 @@ class Target:
             rows = rows.to(weight.device, weight.dtype)
         else:
             rows = rows.to(self.model.device, self.model.dtype)
-        logits = self.head(rows)
+        if token_ids is None:
+            logits = self.head(rows)
+        else:
+            token_ids = token_ids.to(rows.device)
+            bias = getattr(self.head, "bias", None)
+            logits = nn.functional.linear(rows, weight[token_ids], None if bias is None else bias[token_ids])
         if (scale := getattr(self.config, "logit_scale", None)) is not None:
             logits = logits * scale
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:

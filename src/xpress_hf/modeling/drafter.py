@@ -169,6 +169,15 @@ class XPressDrafter(PreTrainedModel):
             return 0
         return self.config.refiner["sweeps"] if self.speculation.sweeps is None else self.speculation.sweeps
 
+    def describe(self) -> str:
+        """One line: sizes and how it is run, for people."""
+        config = self.config
+        refiner = "no refiner" if self.refiner is None else f"refiner of rank {config.refiner['rank']}"
+        return (
+            f"{sum(p.numel() for p in self.parameters()) / 1e6:.1f} M parameters, {config.num_hidden_layers} layers, "
+            f"block {config.block_size}, taps {config.target_layer_ids}, {refiner}, {self.num_sweeps} sweeps"
+        )
+
     def new_cache(self) -> Cache:
         """A cache for the context rows of one sequence."""
         return DynamicCache()

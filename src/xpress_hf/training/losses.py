@@ -5,6 +5,7 @@ Symbols: N blocks, B slots, D predicted slots, H hidden, V vocabulary, r refiner
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -60,18 +61,55 @@ RECIPES = {
 }
 
 
+@dataclass(frozen=True)
+class LossVocabulary:
+    """The W columns of the vocabulary over which softmaxes of the loss run (sampled softmax, arXiv 1412.2007).
+
+    ids: [W] sorted token ids. correction: [W] added to logits before a softmax: 0 for ids that are always taken,
+    log(rest / sampled) for uniformly sampled ones, so that the partition function keeps its expectation.
+    """
+
+    ids: torch.Tensor
+    correction: torch.Tensor
+
+    @classmethod
+    def draw(
+        cls, labels: torch.Tensor, vocab_size: int, size: int, generator: torch.Generator | None = None
+    ) -> LossVocabulary:
+        """Takes all `labels`, the `2 * size / 3` lowest ids, and a uniform sample of the rest, W = `size` ids in all (more
+        only if the labels need it). Merge-based tokenizers number their tokens roughly by frequency."""
+        taken = torch.zeros(vocab_size, dtype=torch.bool)
+        taken[: 2 * size // 3] = True
+        taken[labels.flatten().cpu()] = True
+        rest = (~taken).nonzero().flatten()
+        count = max(min(size - int(taken.sum()), len(rest)), 0)
+        sampled = rest[torch.randperm(len(rest), generator=generator)[:count]]
+        correction = torch.zeros(vocab_size)
+        if count:
+            correction[sampled] = math.log(len(rest) / count)
+        taken[sampled] = True
+        ids = taken.nonzero().flatten()
+        return cls(ids.to(labels.device), correction[ids].to(labels.device))
+
+    def columns(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Columns of tokens that are in `ids`, any shape."""
+        return torch.searchsorted(self.ids, token_ids.contiguous())
+
+
 @dataclass
 class BlockTargets:
     """Labels and weights of the predicted slots of N blocks, and what the teacher says about them.
 
     labels, weights: [N, D]. previous_ids: [N, B]. teacher_logits: maps a slice of blocks to [n, D, V] logits of the
-    target, float32 softmax is taken inside; `None` when the recipe does without.
+    target, float32 softmax is taken inside; `None` when the recipe does without. With a `vocabulary`, W takes the place
+    of V in all logits; ids stay token ids.
     """
 
     labels: torch.Tensor
     weights: torch.Tensor
     previous_ids: torch.Tensor
     teacher_logits: Callable[[slice], torch.Tensor] | None = None
+    vocabulary: LossVocabulary | None = None
 
 
 def slot_loss(
@@ -103,36 +141,43 @@ def chunk_loss(
     base_weight: float,
 ) -> tuple[torch.Tensor, Terms]:
     """Loss sum of a few blocks [n, B, H] and detached figures for logging (facts/xpress 4.3)."""
-    labels, weights = targets.labels[blocks], targets.weights[blocks]
+    labels, weights, vocabulary = targets.labels[blocks], targets.weights[blocks], targets.vocabulary
     num_drafts = labels.shape[1]
+    correction = vocabulary.correction if vocabulary else 0.0
+    columns = vocabulary.columns(labels) if vocabulary else labels
     teacher = None
     if recipe.l1:
-        teacher = targets.teacher_logits(blocks).float().softmax(dim=-1)
+        teacher = (targets.teacher_logits(blocks).float() + correction).softmax(dim=-1)
+
+    def loss_of(logits: torch.Tensor) -> torch.Tensor:
+        return slot_loss(logits + correction if vocabulary else logits, columns, weights, teacher, recipe)
+
+    def choice(logits: torch.Tensor) -> torch.Tensor:
+        best = logits.detach().argmax(dim=-1)
+        return vocabulary.ids[best] if vocabulary else best
+
     base_logits = head(hidden_states[:, -num_drafts:])
     loss = base_logits.new_zeros((), dtype=torch.float32)
     if base_weight:
-        loss = loss + base_weight * slot_loss(base_logits, labels, weights, teacher, recipe)
-    base_ids = base_logits.detach().argmax(dim=-1)
-    figures = {"base_accepted": accepted(base_ids, labels, weights)}
+        loss = loss + base_weight * loss_of(base_logits)
+    draft_ids = choice(base_logits)
+    figures = {"base_accepted": accepted(draft_ids, labels, weights)}
     if not recipe.uses_refiner:
         return loss, figures
     state = refiner.begin(hidden_states)
 
     def refined(previous_ids: torch.Tensor) -> torch.Tensor:
         latent = refiner.latent(state, previous_ids)[:, -num_drafts:]
-        return base_logits + refiner.readout(latent.flatten(0, 1).contiguous()).unflatten(0, latent.shape[:2])
+        return base_logits + refiner.read(latent, vocabulary.ids if vocabulary else None)
 
     truth = targets.previous_ids[blocks]
     known = truth[:, : truth.shape[1] - num_drafts + 1]  # tokens before the first predicted slot
     if recipe.teacher_forced:
-        logits = refined(truth)
-        loss = loss + recipe.teacher_forced * slot_loss(logits, labels, weights, teacher, recipe)
-    draft_ids = base_ids
+        loss = loss + recipe.teacher_forced * loss_of(refined(truth))
     for _ in range(recipe.sweeps if recipe.free_running else 0):
         logits = refined(torch.cat([known, draft_ids[:, :-1]], dim=1))
-        share = recipe.free_running / recipe.sweeps
-        loss = loss + share * slot_loss(logits, labels, weights, teacher, recipe)
-        draft_ids = logits.detach().argmax(dim=-1)
+        loss = loss + recipe.free_running / recipe.sweeps * loss_of(logits)
+        draft_ids = choice(logits)
     figures["refined_accepted"] = accepted(draft_ids, labels, weights)
     return loss, figures
 

@@ -15,8 +15,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Args:
         named_parameters: trainable parameters with names.
-        matrix_lr: learning rate of Muon, on its own scale (0.02 to 0.001 is usual).
+        matrix_lr: learning rate of Muon; the root mean square of its updates is that of AdamW.
         lr: learning rate of AdamW.
+
+    Raises:
+        ImportError: torch older than 2.9, which has no Muon.
     """
 
     # Tables indexed by token have rows that are seldom touched; orthogonalising their updates would move all of them.
@@ -25,13 +28,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __init__(
         self, named_parameters: Iterable[tuple[str, nn.Parameter]], matrix_lr: float, lr: float, weight_decay: float = 0.0
     ):
+        if not hasattr(torch.optim, "Muon"):
+            raise ImportError(f"Muon needs torch >= 2.9, found {torch.__version__}; upgrade or use another optimizer.")
         matrices, others = [], []
         for name, parameter in named_parameters:
             is_matrix = parameter.ndim == 2 and not any(table in name for table in self.TABLES)
             (matrices if is_matrix else others).append(parameter)
         self.parts: list[torch.optim.Optimizer] = []
         if matrices:
-            self.parts.append(torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=weight_decay))
+            # Updates as large as AdamW's, so that learning rates carry over between shapes.
+            self.parts.append(
+                torch.optim.Muon(matrices, lr=matrix_lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            )
         if others:
             self.parts.append(torch.optim.AdamW(others, lr=lr, weight_decay=weight_decay))
         # The groups are the parts' own dicts, so that what a scheduler writes here is what the parts read.

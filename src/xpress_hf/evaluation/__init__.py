@@ -1,0 +1,1 @@
+"""Measuring drafters: agreement with plain generate, acceptance, time."""
