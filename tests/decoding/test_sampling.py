@@ -135,8 +135,8 @@ def tiny_target():
     return target
 
 
-def joint_law(target, ids, count, top_k=None, temperature=1.0):
-    """Exact joint law of two tokens after the greedy-free prefix: [V, V]."""
+def joint_law(target, ids, top_k=None, temperature=1.0):
+    """Exact joint law of the next two tokens: [V, V]."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)] + ([TopKLogitsWarper(top_k)] if top_k else []))
     vocab = target.config.vocab_size
     law = torch.zeros(vocab, vocab)
@@ -165,10 +165,10 @@ def test_joint_law_of_two_tokens_through_generate(temperature, top_k):
         firsts[tokens[0]] += 1
         counts[(tokens[0], tokens[1], tokens[2])] += 1
     assert drafter.last_acceptance.num_cycles == 1
-    start = joint_law(target, ids, 2, top_k, temperature).sum(dim=1)
+    start = joint_law(target, ids, top_k, temperature).sum(dim=1)
     within_three_sigma(firsts, start, draws)
     for first in range(5):
-        law = start[first] * joint_law(target, torch.cat([ids, torch.tensor([[first]])], 1), 2, top_k, temperature)
+        law = start[first] * joint_law(target, torch.cat([ids, torch.tensor([[first]])], 1), top_k, temperature)
         for (second, third), p in zip([(a, b) for a in range(5) for b in range(5)], law.flatten().tolist(), strict=True):
             # 125 cells are looked at together: four sigma, and a floor for cells that are nearly empty.
             bound = 4 * (p * (1 - p) / draws) ** 0.5 + 2 / draws

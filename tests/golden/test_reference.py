@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from xpress_hf import XPressDrafter
+from xpress_hf import XPressConfig, XPressDrafter
+from xpress_hf.checkpoints.layouts import SERVING_REFINER_KEYS, rename
 from xpress_hf.modeling.refiner import refine_block
 
 
@@ -60,6 +61,24 @@ def test_refiner(golden):
         close((logits / 0.7).softmax(-1), expected[f"gumbel.K{sweeps}.q"], 1e-5)
 
 
+def check_generation(target, drafter, case, expected):
+    """Same ids; same acceptance in every cycle but the last, which the reference never cuts."""
+    ids = torch.tensor([case["prompt_ids"]])
+    out = target.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),  # some prompts hold the padding id
+        assistant_model=drafter,
+        max_new_tokens=case["max_new_tokens"],
+        do_sample=False,
+        eos_token_id=case["stop_token_ids"],
+        pad_token_id=0,
+    )
+    assert out[0].tolist() == expected["output_ids"]
+    lengths = [kept + 1 for kept in drafter.last_acceptance.accepted]
+    # One token of room is no cycle here.
+    assert lengths[:-1] == expected["acceptance_lengths"][: max(len(lengths) - 1, 0)]
+
+
 def test_generation(golden):
     folder = golden / "dflash_generate"
     target = AutoModelForCausalLM.from_pretrained(folder / "target")
@@ -72,15 +91,48 @@ def test_generation(golden):
             continue
         drafter = XPressDrafter.from_pretrained(folder / given["drafters"][case["drafter"]])
         drafter.config.block_size = case["block_size"] or drafter.config.block_size
-        out = target.generate(
-            torch.tensor([case["prompt_ids"]]),
-            assistant_model=drafter,
-            max_new_tokens=case["max_new_tokens"],
-            do_sample=False,
-            eos_token_id=case["stop_token_ids"],
-            pad_token_id=0,
-        )
-        assert out[0].tolist() == expected[case["name"]]["output_ids"]
-        lengths = [kept + 1 for kept in drafter.last_acceptance.accepted]
-        # The reference never cuts its last cycle, and one token of room is no cycle here.
-        assert lengths[:-1] == expected[case["name"]]["acceptance_lengths"][: max(len(lengths) - 1, 0)]
+        check_generation(target, drafter, case, expected[case["name"]])
+
+
+@torch.no_grad()
+def test_serving_checkpoint(golden):
+    """Backbone and refiner of the published layout over three cached cycles, sweeps 0 to 6."""
+    drafter = XPressDrafter.from_pretrained(golden / "xpress_checkpoint" / "serving")
+    target = AutoModelForCausalLM.from_pretrained(golden / "dflash_generate" / "target")
+    given = load_file(golden / "dflash_forward" / "inputs.safetensors")
+    expected = load_file(golden / "xpress_checkpoint" / "expected.safetensors")
+    case = json.loads((golden / "dflash_forward" / "case.json").read_text())
+    cache = drafter.new_cache()
+    for cycle in range(3):
+        hidden = drafter(
+            noise_embeds=given[f"cached.{cycle}.noise_embedding"],
+            context_hidden_states=given[f"cached.{cycle}.target_hidden"],
+            position_ids=given[f"cached.{cycle}.position_ids"],
+            cache=cache,
+        ).last_hidden_state
+        cache.crop(-6)
+        close(hidden, expected[f"{cycle}.hidden"], 2e-5)
+        base = target.lm_head(hidden)
+        close(base, expected[f"{cycle}.base_logits"], 2e-4)
+        first = torch.tensor([[case["cached"][cycle]["am1_id"], case["cached"][cycle]["anchor_id"]]])
+        for sweeps in (0, 1, 2, 5, 6):
+            ids, _ = refine_block(drafter.refiner, hidden, base[:, 1:], first, sweeps)
+            assert torch.equal(ids, expected[f"{cycle}.jacobi.K{sweeps}"])
+
+
+def test_generation_with_a_refiner(golden):
+    """Reference generations with 0 to 5 passes: same ids, same acceptance in every whole cycle."""
+    folder = golden / "xpress_generate"
+    given = json.loads((folder / "inputs.json").read_text())
+    expected = {case["name"]: case for case in json.loads((folder / "expected.json").read_text())["cases"]}
+    target = AutoModelForCausalLM.from_pretrained(folder / given["target"])
+    bare = XPressDrafter.from_pretrained(folder / given["drafter"])
+    sizes = {"vocab_size": 97, "refiner": {"rank": 8, "mlp_width": 16, "sweeps": 6}}
+    drafter = XPressDrafter(XPressConfig(**{**bare.config.to_diff_dict(), **sizes})).eval()
+    tensors = load_file(folder / "head.safetensors")
+    head = {rename(f"xpress_head.{key}", SERVING_REFINER_KEYS): value for key, value in tensors.items()}
+    drafter.load_state_dict({**bare.state_dict(), **head})
+    for case in given["cases"]:
+        drafter.speculation.sweeps = 0 if case["drafter_only"] else case["passes"]
+        check_generation(target, drafter, case, expected[case["name"]])
+    assert len(given["cases"]) == 20
