@@ -26,6 +26,7 @@ _TRANSFORMERS_KEYS = {
     "rope_theta",
     "torch_dtype",
     "transformers_version",
+    "use_cache",
     "_attn_implementation",
     "_commit_hash",
 }

@@ -140,6 +140,14 @@ class DrafterTrainer(Trainer):
         loss = loss / torch.as_tensor(total, device=loss.device).clamp(min=1e-8)
         return (loss, {"loss": loss}) if return_outputs else loss
 
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor, None, None]:
+        """Loss of a held-out batch; figures are added up for `log`. Nothing else is kept."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            return self.compute_loss(model, inputs).detach(), None, None
+
     def _states(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         if "context_hidden_states" in inputs:
             return inputs["context_hidden_states"], inputs["teacher_hidden_states"]
