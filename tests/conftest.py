@@ -44,12 +44,21 @@ FAMILIES = {
     "qwen3": ("qwen3", {"head_dim": 8}),
     "qwen2": ("qwen2", {}),
     "mistral-window": ("mistral", {"sliding_window": 8}),
-    "gemma2": ("gemma2", {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}),
-    "gemma3": ("gemma3_text", {"head_dim": 8, "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8}),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "tie_word_embeddings": True},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 8, "sliding_window": 8, "sliding_window_pattern": 2, "query_pre_attn_scalar": 8},
+    ),
     "gpt2": ("gpt2", {"n_embd": HIDDEN, "n_layer": 3, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True}),
     "gpt-neox": ("gpt_neox", {}),
     "phi3": ("phi3", {}),
-    "qwen3-moe": ("qwen3_moe", {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
 }
 
 
@@ -108,7 +117,9 @@ def build_config(**overrides) -> XPressConfig:
     return XPressConfig(**{**values, **overrides})
 
 
-def build_drafter(seed: int = 1, factor: float = 6.0, kind: type[XPressDrafter] = XPressDrafter, **overrides) -> XPressDrafter:
+def build_drafter(
+    seed: int = 1, factor: float = 6.0, kind: type[XPressDrafter] = XPressDrafter, **overrides
+) -> XPressDrafter:
     torch.manual_seed(seed)
     drafter = kind(build_config(**overrides)).eval()
     scale_matrices(drafter, factor)

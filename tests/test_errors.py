@@ -110,7 +110,9 @@ def test_configurations_that_contradict_themselves(overrides, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-@pytest.mark.parametrize("values", [{"sweeps": -1}, {"draft_length": 0}, {"top_candidates": 0}, {"sweeps": 1.5}, {"sweeps": True}])
+@pytest.mark.parametrize(
+    "values", [{"sweeps": -1}, {"draft_length": 0}, {"top_candidates": 0}, {"sweeps": 1.5}, {"sweeps": True}]
+)
 def test_speculation_values(values):
     with pytest.raises(ValueError, match=next(iter(values))):
         SpeculationConfig(**values)
@@ -178,7 +180,7 @@ def test_an_unknown_key_in_a_saved_config(saved):
 
 def test_a_checkpoint_that_is_no_drafter(tmp_path):
     build_target().save_pretrained(tmp_path)
-    with pytest.raises((ValueError, OSError), match="drafter|layout"):
+    with pytest.raises((ValueError, OSError), match=r"drafter|layout"):
         XPressDrafter.from_pretrained(tmp_path)
 
 

@@ -65,16 +65,17 @@ def demo(
     Speed is shown in bfloat16, exactness in float32, where ids must be equal.
     """
     prompts = prompt or list(DEMO_PROMPTS)
-    load = {"folder": target_folder, "device": device, "report": console.print}
-    target, tokenizer = load_demo_target(**load)
-    exact, _ = load_demo_target(**load, dtype=torch.float32)
+    target, tokenizer = load_demo_target(target_folder, torch.bfloat16, device, console.print)
+    exact, _ = load_demo_target(target_folder, torch.float32, device, console.print)
     drafter = load_demo_drafter(device=device)
     drafter.speculation.sweeps = sweeps
     console.print(f"target SmolLM2-135M-Instruct (bfloat16, {device}); drafter: {drafter.describe()}", highlight=False)
     answer_all(SideBySide(target, tokenizer, drafter, exact, console), prompts, temperature, max_new_tokens)
     with console.status("float32: comparing greedy ids with plain generate"):
         equal = check_exactness(exact, tokenizer, drafter.float(), prompts, max_new_tokens)
-    console.print(f"float32, greedy: ids equal plain generate on {sum(equal)} of {len(equal)} prompts", highlight=False)
+    console.print(
+        f"float32, greedy: ids equal plain generate on {sum(equal)} of {len(equal)} prompts", highlight=False
+    )
     if not all(equal):
         raise typer.Exit(1)
 
@@ -88,7 +89,9 @@ def generate(
     temperature: Temperature = 0.0,
     device: Device = "cpu",
     max_new_tokens: MaxNewTokens = 256,
-    dtype: Annotated[str, typer.Option(help="dtype of target and drafter: auto, bfloat16, float16, float32.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="dtype of target and drafter: auto, bfloat16, float16, float32.")
+    ] = "auto",
     revision: Annotated[str | None, typer.Option(help="Revision of the target.")] = None,
 ) -> None:
     """Answers prompts with any target, plain and with any drafter made for it."""

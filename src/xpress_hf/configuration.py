@@ -82,7 +82,8 @@ class XPressConfig(PreTrainedConfig):
         attention_bias: whether q/k/v/o projections carry biases.
         attention_dropout: dropout of attention weights in training.
         max_position_embeddings: longest context in tokens that the drafter was made for.
-        rope_parameters: rotary parameters as in transformers, for example `{"rope_type": "default", "rope_theta": 1e6}`.
+        rope_parameters: rotary parameters as in transformers, for example `{"rope_type": "default", "rope_theta":
+            1e6}`.
         layer_types: one of "full_attention" | "sliding_attention" per layer.
         sliding_window: visible rows of a sliding layer, the current row included.
         block_attention: "bidirectional" | "causal" inside the block, for all layers or as a list, one per layer.
@@ -201,7 +202,9 @@ class XPressConfig(PreTrainedConfig):
                 f"({self.num_target_layers})."
             )
         if self.vocab_size is not None and not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(f"`mask_token_id` must lie in [0, vocab_size={self.vocab_size}), got {self.mask_token_id}.")
+            raise ValueError(
+                f"`mask_token_id` must lie in [0, vocab_size={self.vocab_size}), got {self.mask_token_id}."
+            )
         if "sliding_attention" in self.layer_types and not self.sliding_window:
             raise ValueError("`sliding_window` is missing although `layer_types` has sliding layers.")
         if not 1 <= self.min_visible_prefix < self.block_size:
@@ -211,7 +214,7 @@ class XPressConfig(PreTrainedConfig):
             )
         if self.fusion == "layerwise" and self.target_hidden_size != self.hidden_size:
             raise ValueError(
-                "`fusion`='layerwise' mixes taps without a projection and needs `target_hidden_size` == `hidden_size`, "
+                "`fusion`='layerwise' mixes taps without a projection: `target_hidden_size` must equal `hidden_size`, "
                 f"got {self.target_hidden_size} and {self.hidden_size}."
             )
 

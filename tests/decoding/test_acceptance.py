@@ -17,7 +17,10 @@ def record_on_cycle(block_size: int, wrong_slot: int | None = None, new: int = 2
         # With one draft kept and one bonus, cycles start every two positions after the first new token.
         drafter.is_wrong = lambda position: (position - 4) % 2 == 1 if wrong_slot == 2 else False
     target.generate(
-        plain(target, prompt(1, vocab=1), max_new_tokens=2), assistant_model=drafter, max_new_tokens=new, do_sample=False
+        plain(target, prompt(1, vocab=1), max_new_tokens=2),
+        assistant_model=drafter,
+        max_new_tokens=new,
+        do_sample=False,
     )
     return drafter.last_acceptance
 

@@ -49,7 +49,9 @@ def test_every_kind_of_drafter(target, fusion, slot_layout, block_attention):
     }
     expected = plain(target, ids, max_new_tokens=NEW)
     for drafter in (build_drafter(**overrides), oracle(target, ids, every=5, **overrides)):
-        assert torch.equal(target.generate(ids, assistant_model=drafter, max_new_tokens=NEW, do_sample=False), expected)
+        assert torch.equal(
+            target.generate(ids, assistant_model=drafter, max_new_tokens=NEW, do_sample=False), expected
+        )
 
 
 @pytest.mark.parametrize("offset", range(5))
@@ -190,7 +192,9 @@ def test_a_cached_prefix_is_refused_by_name(target, drafter):
         prompt(), assistant_model=drafter, max_new_tokens=12, do_sample=False, return_dict_in_generate=True
     )
     with pytest.raises(ValueError, match="past_key_values"):
-        target.generate(first.sequences, past_key_values=first.past_key_values, assistant_model=drafter, max_new_tokens=8)
+        target.generate(
+            first.sequences, past_key_values=first.past_key_values, assistant_model=drafter, max_new_tokens=8
+        )
 
 
 def test_target_and_drafter_of_different_dtype(target):

@@ -137,7 +137,9 @@ def tiny_target():
 
 def joint_law(target, ids, top_k=None, temperature=1.0):
     """Exact joint law of the next two tokens: [V, V]."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)] + ([TopKLogitsWarper(top_k)] if top_k else []))
+    warpers = LogitsProcessorList(
+        [TemperatureLogitsWarper(temperature)] + ([TopKLogitsWarper(top_k)] if top_k else [])
+    )
     vocab = target.config.vocab_size
     law = torch.zeros(vocab, vocab)
     with torch.no_grad():
@@ -151,7 +153,8 @@ def joint_law(target, ids, top_k=None, temperature=1.0):
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (2.0, None), (0.5, 3)])
 def test_joint_law_of_two_tokens_through_generate(temperature, top_k):
-    """The prefill gives the first token, so tokens 2 and 3 come out of a cycle: their joint law is that of the target."""
+    """The prefill gives the first token, so tokens 2 and 3 come out of a cycle: their joint law is that of the
+    target."""
     target = tiny_target()
     ids = prompt(4, vocab=5)
     drafter = build_drafter(kind=ConstantDrafter, vocab_size=5, mask_token_id=4, block_size=4)
@@ -169,7 +172,9 @@ def test_joint_law_of_two_tokens_through_generate(temperature, top_k):
     within_three_sigma(firsts, start, draws)
     for first in range(5):
         law = start[first] * joint_law(target, torch.cat([ids, torch.tensor([[first]])], 1), top_k, temperature)
-        for (second, third), p in zip([(a, b) for a in range(5) for b in range(5)], law.flatten().tolist(), strict=True):
+        for (second, third), p in zip(
+            [(a, b) for a in range(5) for b in range(5)], law.flatten().tolist(), strict=True
+        ):
             # 125 cells are looked at together: four sigma, and a floor for cells that are nearly empty.
             bound = 4 * (p * (1 - p) / draws) ** 0.5 + 2 / draws
             assert abs(counts[(first, second, third)] / draws - p) <= bound

@@ -1,4 +1,4 @@
-"""A drafter saved by us and run by transformers' own block-drafting path gives the same drafts as ours with zero sweeps."""
+"""A drafter of ours, run by the block drafting of transformers itself, gives the same drafts as with zero sweeps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The reference implementations' tensors: same weights and inputs, same outputs (tolerances of the fixtures' README)."""
+"""Tensors of the reference implementations: same weights and inputs give the same outputs, within their tolerances."""
 
 import json
 

@@ -31,7 +31,9 @@ def slow_visibility(anchors, attention_mask, size, window, causal):
 @pytest.mark.parametrize("window", [None, 1, 3, 5, 100])
 @pytest.mark.parametrize("size", [2, 5])
 def test_block_mask_equals_the_double_loop(causal, window, size):
-    config = build_config(block_size=size, layer_types=["sliding_attention", "full_attention"], sliding_window=window or 7)
+    config = build_config(
+        block_size=size, layer_types=["sliding_attention", "full_attention"], sliding_window=window or 7
+    )
     anchors = torch.tensor([[1, 4, 5, 9], [2, 3, -1, -1]])
     attention_mask = torch.tensor([[1] * 12, [1] * 7 + [0] * 5])
     kind = "full_attention" if window is None else "sliding_attention"
@@ -44,10 +46,14 @@ def test_the_mask_of_a_block_is_the_one_of_decoding():
     """A block behind anchor a sees exactly what a block drafted after a committed tokens sees."""
     from xpress_hf.modeling.backbone import layer_visibility
 
-    config = build_config(block_size=4, layer_types=["sliding_attention"] * 2, sliding_window=3, block_attention="causal")
+    config = build_config(
+        block_size=4, layer_types=["sliding_attention"] * 2, sliding_window=3, block_attention="causal"
+    )
     for anchor in (1, 2, 5, 8):
         decoding = layer_visibility(config, 0, 4, anchor + 4, torch.device("cpu"))
-        training = block_visibility(torch.tensor([[anchor]]), torch.ones(1, 10), config, "sliding_attention", True)[0, 0]
+        training = block_visibility(torch.tensor([[anchor]]), torch.ones(1, 10), config, "sliding_attention", True)[
+            0, 0
+        ]
         assert torch.equal(training[:, :anchor], decoding[:, :anchor])
         assert torch.equal(training[:, 10:], decoding[:, anchor:])
         assert not training[:, anchor:10].any()

@@ -51,7 +51,9 @@ def style(logits, teacher, labels, weights, recipe):
 
 def slow_loss(case, recipe: Recipe, progress: float):
     refiner, hidden, head, teacher, previous, labels, valid = case
-    weights = torch.stack([valid[:, k] * (math.exp(-k / recipe.gamma) if recipe.gamma else 1.0) for k in range(DRAFTS)], dim=1)
+    weights = torch.stack(
+        [valid[:, k] * (math.exp(-k / recipe.gamma) if recipe.gamma else 1.0) for k in range(DRAFTS)], dim=1
+    )
     base = hidden[:, 1:] @ head.T
     start, end = recipe.base
     loss = (start + (end - start) * progress) * style(base, teacher, labels, weights, recipe)
@@ -95,7 +97,7 @@ def test_released_settings_of_the_xpress_recipe():
 
 
 def test_figures_count_leading_matches_of_valid_slots(case):
-    refiner, hidden, head, _, previous, labels, valid = case
+    refiner, hidden, head, _, _, labels, valid = case
     base = (hidden[:, 1:] @ head.T).argmax(-1)
     labels = torch.where(torch.rand(BLOCKS, DRAFTS, generator=torch.Generator().manual_seed(2)) < 0.8, base, labels)
     case = (*case[:5], labels, valid)
@@ -105,7 +107,9 @@ def test_figures_count_leading_matches_of_valid_slots(case):
             if not valid[block, slot] or base[block, slot] != labels[block, slot]:
                 break
             expected += 1
-    _, figures = block_loss(hidden, targets_of(case, RECIPES["xpress"]), lambda h: h @ head.T, refiner, RECIPES["xpress"])
+    _, figures = block_loss(
+        hidden, targets_of(case, RECIPES["xpress"]), lambda h: h @ head.T, refiner, RECIPES["xpress"]
+    )
     assert figures["base_accepted"] == expected > 3
 
 
@@ -149,7 +153,7 @@ def test_a_recipe_with_a_refiner_needs_one(case):
 
 
 def test_peak_of_logits_does_not_grow_with_the_number_of_blocks(case):
-    refiner, hidden, head = case[:3]
+    _, hidden, head = case[:3]
     rows = []
 
     def spying_head(states):

@@ -8,7 +8,7 @@ import torch
 from tests.conftest import build_config, build_drafter, build_target, plain, prompt
 from xpress_hf import XPressDrafter
 from xpress_hf.training.data import BlockCollator
-from xpress_hf.training.features import FeatureDataset, FeatureMeta, FeatureWriter, target_states
+from xpress_hf.training.features import FeatureDataset, FeatureMeta, FeatureWriter, target_states, write_features
 from xpress_hf.training.initialization import initialize_from_target
 from xpress_hf.training.optimizer import MuonWithAdamW
 from xpress_hf.training.trainer import DrafterTrainer, DrafterTrainingArguments
@@ -40,7 +40,7 @@ def arguments(tmp_path, **overrides) -> DrafterTrainingArguments:
 @pytest.mark.parametrize("layout", ["fill", "shift"])
 @pytest.mark.parametrize("recipe", ["dflash", "xpress"])
 def test_conventions_of_training_are_those_of_generate(tmp_path, tied, layout, recipe):
-    """Overfit one greedy text: then generate() commits a whole block in every cycle, and the trainer's figure says so."""
+    """Overfit one greedy text: generate() then commits a whole block in every cycle, as the trainer's figure says."""
     target = build_target("llama-tied", seed=2, factor=10.0) if tied else build_target("llama")
     places, start = 36, prompt(3)
     ids = plain(target, start, max_new_tokens=places)[0]
@@ -126,6 +126,24 @@ def test_features_on_disk_give_the_loss_of_online_states(tmp_path):
     assert disk == pytest.approx(online, rel=2e-2)
 
 
+def test_an_interrupted_reading_goes_on_where_it_stopped(tmp_path):
+    target = build_target()
+    texts = [text_of(prompt(8 + seed, seed)[0], 5) for seed in range(5)]
+    assert write_features(target, texts, tmp_path / "whole", [0, 1], batch_size=2) == 5
+    write_features(target, texts[:2], tmp_path / "cut", [0, 1], batch_size=2)
+    with open(tmp_path / "cut" / "features.bin", "ab") as rows, open(tmp_path / "cut" / "index.jsonl", "a") as index:
+        rows.write(b"\0" * 100)
+        index.write('{"input_ids": [1, 2')
+    assert write_features(target, texts, tmp_path / "cut", [0, 1], batch_size=2) == 5
+    whole, cut = FeatureDataset(tmp_path / "whole"), FeatureDataset(tmp_path / "cut")
+    for index in range(5):
+        assert torch.equal(whole[index]["input_ids"], texts[index]["input_ids"])
+        assert torch.equal(whole[index]["loss_mask"], texts[index]["loss_mask"])
+        for key, value in whole[index].items():
+            # Batches are padded to other lengths, which changes sums in the last bits.
+            torch.testing.assert_close(value.float(), cut[index][key].float(), atol=2e-2, rtol=2e-2)
+
+
 def test_a_feature_folder_is_continued_and_never_mixed(tmp_path):
     meta = FeatureMeta([0, 1], 4, "tiny")
     for first in (0, 3):
@@ -143,7 +161,9 @@ def test_the_target_is_neither_trained_nor_wrapped(tmp_path):
     target = build_target()
     before = {name: parameter.clone() for name, parameter in target.named_parameters()}
     drafter = build_drafter(factor=2.0)
-    trainer = DrafterTrainer(drafter, arguments(tmp_path, max_steps=2), target, train_dataset=[text_of(prompt(20)[0], 4)])
+    trainer = DrafterTrainer(
+        drafter, arguments(tmp_path, max_steps=2), target, train_dataset=[text_of(prompt(20)[0], 4)]
+    )
     trainer.train()
     trainer.save_model()
     for name, parameter in target.named_parameters():
@@ -187,7 +207,9 @@ def test_start_from_copies_of_target_layers():
     target = build_target("llama")
     drafter = XPressDrafter(build_config())
     initialize_from_target(drafter, target)
-    assert torch.equal(drafter.backbone.layers[1].self_attn.q_proj.weight, target.model.layers[2].self_attn.q_proj.weight)
+    assert torch.equal(
+        drafter.backbone.layers[1].self_attn.q_proj.weight, target.model.layers[2].self_attn.q_proj.weight
+    )
     assert torch.equal(drafter.backbone.norm.weight, target.model.norm.weight)
     with pytest.raises(ValueError, match="no q/k/v projections"):
         initialize_from_target(drafter, build_target("gpt-neox"))

@@ -146,7 +146,9 @@ def serving_config(config: Config, shapes: dict[str, tuple[int, ...]]) -> Config
         raise ValueError(f"The xPress head is incomplete; missing keys: {missing}.")
     rank, block_size, _ = shapes["xpress_head.mix.L"]
     if block_size != converted["block_size"]:
-        raise ValueError(f"`block_size` is {converted['block_size']}, but the mixer was trained for {block_size} slots.")
+        raise ValueError(
+            f"`block_size` is {converted['block_size']}, but the mixer was trained for {block_size} slots."
+        )
     converted["vocab_size"] = shapes["xpress_head.w1.weight"][0]
     converted["refiner"] = {
         "rank": rank,
@@ -173,7 +175,11 @@ LAYOUTS = (
 # (what it is, how it is recognised, what would be needed)
 REFUSED = (
     ("DSpark / Markov head", has_key(r"markov_head\."), "its sequential Markov head"),
-    ("DFlash2", has_key(r"(candidate_selector\.|layers\.\d+\.(attention|mlp)_conv\.)"), "its convolutions and selector"),
+    (
+        "DFlash2",
+        has_key(r"(candidate_selector\.|layers\.\d+\.(attention|mlp)_conv\.)"),
+        "its convolutions and selector",
+    ),
     ("a reduced draft vocabulary", has_key(r"(d2t|t2d)$"), "an own output head with a draft-to-target map"),
     (
         "speculators",

@@ -45,7 +45,7 @@ def weight_files(source: str | os.PathLike, options: dict[str, Any]) -> list[Pat
         single = find_file(source, SAFE_WEIGHTS_NAME, options)
         if single is None:
             raise OSError(
-                f"{str(source)!r} has no {SAFE_WEIGHTS_NAME} and no {SAFE_WEIGHTS_INDEX_NAME}; only safetensors are read."
+                f"{str(source)!r} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; only those are read."
             )
         return [single]
     names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -81,7 +81,8 @@ def read_checkpoint(source: str | os.PathLike, options: dict[str, Any]) -> Check
         options: arguments of `from_pretrained`; those that concern the Hub are used.
 
     Raises:
-        OSError: files are missing or broken. ValueError: the layout is unknown, refused, or its config is inconsistent.
+        OSError: files are missing or broken.
+        ValueError: the layout is unknown, refused, or its config is inconsistent.
     """
     path = find_file(source, "config.json", options)
     if path is None:

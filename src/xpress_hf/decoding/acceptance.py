@@ -38,9 +38,7 @@ class AcceptanceRecord:
                 "Records of drafters with different `num_draft_tokens` cannot be pooled: "
                 f"{self.num_draft_tokens} and {other.num_draft_tokens}."
             )
-        return AcceptanceRecord(
-            self.num_draft_tokens, self.accepted + other.accepted, self.verified + other.verified
-        )
+        return AcceptanceRecord(self.num_draft_tokens, self.accepted + other.accepted, self.verified + other.verified)
 
     @property
     def num_cycles(self) -> int:

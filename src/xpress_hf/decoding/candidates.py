@@ -91,7 +91,9 @@ class SlotChooser:
         chosen: list[torch.Tensor] = []
         laws: list[torch.Tensor] = []
         for slot in range(logits.shape[1]):
-            before = chosen if draft_ids is None else list(draft_ids[:, :slot].to(self.input_ids.device).split(1, dim=1))
+            before = (
+                chosen if draft_ids is None else list(draft_ids[:, :slot].to(self.input_ids.device).split(1, dim=1))
+            )
             prefix = torch.cat([self.input_ids, *before[:slot]], dim=1)
             law = self._forbid(self.processors(prefix, logits[:, slot].float()))
             noise = None if self.noise is None else self.noise[:, slot]
@@ -174,7 +176,9 @@ class XPressCandidateGenerator(CandidateGenerator):
         attention_mask = (model_kwargs or {}).get("attention_mask")
         context = self._new_context(attention_mask, model_outputs, int(n_last_matches))
         chooser = SlotChooser(input_ids, self.processors, self.draws_draft, self.end_ids if self.draws_draft else None)
-        draft = self.drafter.draft_block(self.target, self._known_ids(input_ids, attention_mask), context, self.cache, chooser)
+        draft = self.drafter.draft_block(
+            self.target, self._known_ids(input_ids, attention_mask), context, self.cache, chooser
+        )
         draft_ids = draft.ids.to(input_ids.device)[:, :room]
         if not self.draws_draft:
             draft_ids = draft_ids[:, : self._length_before_stop(input_ids, draft_ids)]
@@ -187,9 +191,7 @@ class XPressCandidateGenerator(CandidateGenerator):
         if self._num_drafted:
             self.record.add(int(num_matches), self._num_drafted)
 
-    def _new_context(
-        self, attention_mask: torch.Tensor | None, outputs: Any, num_matches: int
-    ) -> torch.Tensor:
+    def _new_context(self, attention_mask: torch.Tensor | None, outputs: Any, num_matches: int) -> torch.Tensor:
         """Taps of the rows that the drafter's cache lacks: prompt rows without padding, later the kept rows."""
         layers = self.drafter.config.target_layer_ids
         if self.cache.get_seq_length():

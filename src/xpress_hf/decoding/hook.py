@@ -68,7 +68,9 @@ def check_options(model: Any, mode: GenerationMode, config: GenerationConfig, op
         if getattr(config, name, None):
             raise ValueError(f"`{name}`={getattr(config, name)!r} {reason}; remove it or `assistant_model`.")
     if config.num_beams is not None and config.num_beams > 1:
-        raise ValueError(f"`num_beams`={config.num_beams}: beam search takes no drafter; set it to 1 or drop the drafter.")
+        raise ValueError(
+            f"`num_beams`={config.num_beams}: beam search takes no drafter; set it to 1 or drop the drafter."
+        )
     if config.num_return_sequences is not None and config.num_return_sequences > 1:
         raise ValueError(
             f"`num_return_sequences`={config.num_return_sequences}: a drafter serves one sequence per call; "
@@ -151,7 +153,7 @@ def install() -> None:
         if getattr(original, "_xpress_hf", False):
             continue
         # partialmethod would hide the signature, which generate() inspects.
-        wrapped = functools.wraps(original)(_bind(wrapper, original))
+        wrapped: Any = functools.wraps(original)(_bind(wrapper, original))
         wrapped._xpress_hf = True
         setattr(GenerationMixin, name, wrapped)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -54,7 +52,7 @@ class Target:
         return embeds if self.embedding_scale == 1.0 else embeds * self.embedding_scale
 
     def logits(self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
-        """Drafter hidden states [..., H] -> logits [..., V] by the target's head, scaled and capped as the target does.
+        """Drafter hidden states [..., H] -> logits [..., V] by the target's head, scaled and capped as it does.
 
         The target's final norm is not applied: the drafter has its own. With `token_ids` [W] only these tokens' logits
         [..., W] are computed, which takes a head that is a plain linear layer.

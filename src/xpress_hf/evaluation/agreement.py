@@ -34,8 +34,8 @@ def first_difference(
     Args:
         judge: the target, in float32 where it fits into memory.
         prompt_length: number of leading ids that are equal by construction.
-        expected_ids, found_ids: [S], [S'] ids, prompt included. A text that ends earlier than the other one differs at its
-            end; as there is no second id there, the gap is infinite.
+        expected_ids, found_ids: [S], [S'] ids, prompt included. A text that ends earlier than the other one differs
+            at its end; as there is no second id there, the gap is infinite.
 
     Returns:
         `None` if the texts are equal.

@@ -36,11 +36,12 @@ class _Pane(TextStreamer):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, title: str, width: int):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.panel = Panel(Text(), title=title, width=width)
+        self.text = Text()
+        self.panel = Panel(self.text, title=title, width=width)
         self.live: Live | None = None
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.panel.renderable.append(text)
+        self.text.append(text)
         if self.live is not None:
             self.live.refresh()
 
@@ -93,7 +94,9 @@ class SideBySide:
         if difference is None:
             return "ids equal: yes"
         bound = FLOAT32_TIE if self.target.dtype == torch.float32 else HALF_PRECISION_TIE
-        verdict = "a near tie that rounding decides" if difference.relative_gap <= bound else "[bold red]NOT a near tie[/]"
+        verdict = (
+            "a near tie that rounding decides" if difference.relative_gap <= bound else "[bold red]NOT a near tie[/]"
+        )
         return (
             f"ids equal: until token {difference.position - plain.prompt_length}, then {verdict} "
             f"(gap {difference.relative_gap:.1e} of the largest logit)"
@@ -110,12 +113,13 @@ class SideBySide:
         plain, drafted, ratio = (
             statistics.median(values)
             for values in zip(
-                *[(p.tokens_per_s, d.tokens_per_s, d.tokens_per_s / p.tokens_per_s) for p, d in self.pairs], strict=True
+                *[(p.tokens_per_s, d.tokens_per_s, d.tokens_per_s / p.tokens_per_s) for p, d in self.pairs],
+                strict=True,
             )
         )
         return (
-            f"decode speed, medians over {len(self.pairs)} prompts: {plain:.1f} tokens/s plain, {drafted:.1f} tokens/s with "
-            f"the drafter, ratio {ratio:.2f}\n{self.acceptance}"
+            f"decode speed, medians over {len(self.pairs)} prompts: {plain:.1f} tokens/s plain, {drafted:.1f} "
+            f"tokens/s with the drafter, ratio {ratio:.2f}\n{self.acceptance}"
         )
 
 
@@ -126,12 +130,12 @@ def check_exactness(
     prompts: list[str],
     max_new_tokens: int,
 ) -> list[bool]:
-    """Whether the greedy ids of a float32 target equal plain generate, prompt by prompt; a first difference with a gap of
-    at most 1e-4 of the largest logit is a tie and counts as equal."""
+    """Whether the greedy ids of a float32 target equal plain generate, prompt by prompt; a first difference with a
+    gap of at most 1e-4 of the largest logit is a tie and counts as equal."""
     equal = []
     for prompt in prompts:
         ids = encode_prompt(tokenizer, prompt, target.device)
-        options = {"max_new_tokens": max_new_tokens, "do_sample": False}
+        options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": False}
         plain, drafted = (timed_generate(target, ids, one, **options) for one in (None, drafter))
         difference = first_difference(target, plain.prompt_length, plain.ids, drafted.ids)
         equal.append(difference is None or difference.relative_gap <= FLOAT32_TIE)

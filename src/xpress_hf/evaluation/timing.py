@@ -70,9 +70,7 @@ def timed_generate(
     if drafter is not None:
         options["assistant_model"] = drafter
     start = time.perf_counter()
-    output = target.generate(
-        input_ids, attention_mask=torch.ones_like(input_ids), streamer=watch, **options
-    )
+    output = target.generate(input_ids, attention_mask=torch.ones_like(input_ids), streamer=watch, **options)
     end = time.perf_counter()
     first = end if watch.first_token_at is None else watch.first_token_at
     return TimedRun(

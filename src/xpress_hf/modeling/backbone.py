@@ -24,7 +24,7 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 
 def rotate(states: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Rotary embedding of [B, heads, rows, head_dim] by the last `rows` rows of the cos/sin table [B, >= rows, dim]."""
+    """Rotary embedding of [B, heads, rows, head_dim] by the last `rows` rows of cos and sin [B, >= rows, dim]."""
     rows = states.shape[-2]
     cos, sin = (table[:, None, -rows:] for table in rotary)
     return states * cos + rotate_half(states) * sin
@@ -175,7 +175,9 @@ class Backbone(nn.Module):
             if padding is not None:
                 visible = padding if visible is None else visible[None, None] & padding
             if visible is not None:
-                visible = additive_mask(visible.expand(noise_embeds.shape[0], 1, noise_embeds.shape[1], -1), noise_embeds.dtype)
+                visible = additive_mask(
+                    visible.expand(noise_embeds.shape[0], 1, noise_embeds.shape[1], -1), noise_embeds.dtype
+                )
             masks.append(visible)
         return masks
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
+from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -56,14 +57,12 @@ class XPressDrafter(PreTrainedModel):
         self.backbone = Backbone(config)
         self.refiner = CausalRefiner(config) if config.refiner is not None else None
         self.speculation = SpeculationConfig.from_dict(config.speculation or {})
-        self.last_acceptance = None
+        self.last_acceptance: Any = None
         self.generation_config = GenerationConfig()
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        from transformers import initialization as init
-
         if isinstance(module, CausalRefiner):
             init.zeros_(module.mixer)
         elif isinstance(module, LayerwiseFusion):
@@ -72,7 +71,7 @@ class XPressDrafter(PreTrainedModel):
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, config: Any = None, **kwargs: Any
-    ) -> XPressDrafter:
+    ) -> Any:
         """Loads a drafter in any layout of `checkpoints.layouts` from a folder or a Hub id.
 
         Accepts the arguments of [`PreTrainedModel.from_pretrained`]. Only safetensors are read; no remote code is run.
@@ -100,15 +99,17 @@ class XPressDrafter(PreTrainedModel):
     ) -> tuple[XPressDrafter, dict]:
         kept = ("dtype", "attn_implementation", "device_map")
         options = {key: kwargs[key] for key in kept if kwargs.get(key) is not None}
-        return super().from_pretrained(
-            None, config=config, state_dict=state_dict, output_loading_info=True, **options
-        )
+        return super().from_pretrained(None, config=config, state_dict=state_dict, output_loading_info=True, **options)
 
     def _check_loading(self, source: Any, info: dict) -> None:
-        problems = {key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]}
+        problems = {
+            key: sorted(info[key]) for key in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[key]
+        }
         if problems:
             listed = "; ".join(f"{key}: {value}" for key, value in problems.items())
-            raise ValueError(f"Checkpoint {str(source)!r} does not hold the weights that its config describes. {listed}.")
+            raise ValueError(
+                f"Checkpoint {str(source)!r} does not hold the weights that its config describes. {listed}."
+            )
         for name, parameter in self.named_parameters():
             if not torch.isfinite(parameter).all():
                 raise ValueError(f"Checkpoint {str(source)!r} has values that are not finite in `{name}`.")
@@ -160,7 +161,9 @@ class XPressDrafter(PreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=last_hidden_state)
 
     def generate(self, *args: Any, **kwargs: Any) -> None:
-        raise ValueError("A drafter does not generate by itself; call `target.generate(..., assistant_model=drafter)`.")
+        raise ValueError(
+            "A drafter does not generate by itself; call `target.generate(..., assistant_model=drafter)`."
+        )
 
     @property
     def num_sweeps(self) -> int:

@@ -65,7 +65,7 @@ class CausalRefiner(nn.Module):
         """
         if hidden_states.shape[1] != self.mixer.shape[-1]:
             raise ValueError(
-                f"`hidden_states` must hold whole blocks of {self.mixer.shape[-1]} slots, got {hidden_states.shape[1]}."
+                f"`hidden_states` must hold blocks of {self.mixer.shape[-1]} slots, got {hidden_states.shape[1]}."
             )
         rank = self.in_proj.out_features
         cache = self.hidden_cache(hidden_states)

@@ -46,9 +46,9 @@ def encode_conversation(
     A finished answer ends in the end-of-turn id, which is supervised too.
     """
     messages = record["messages"]
-    prompt = tokenizer.apply_chat_template(
-        messages[:-1], add_generation_prompt=True, tokenize=True, return_dict=True
-    )["input_ids"]
+    prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, tokenize=True, return_dict=True)[
+        "input_ids"
+    ]
     answer = record.get("response_ids")
     if answer is None:
         answer = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]

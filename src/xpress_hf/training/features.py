@@ -1,12 +1,14 @@
 """Features of texts on disk: the taps and the last hidden state of the target, computed once, read by many epochs.
 
-A folder holds `features.json` (what was read, from which target), `index.jsonl` (one text per line: ids, prompt length,
-first row) and `features.bin` (bfloat16 rows, each L taps and then the post-norm hidden state, H wide).
+A folder holds `features.json` (what was read, from which target), `index.jsonl` (one text per line: ids, prompt
+length, first row) and `features.bin` (bfloat16 rows, each L taps and then the post-norm hidden state, H wide).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,8 +29,20 @@ class FeatureMeta:
     target: str
 
 
+def read_index(folder: Path) -> list[dict]:
+    """Lines of a feature folder; a last line that a killed run left unfinished is dropped from the file too."""
+    path = folder / "index.jsonl"
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        path.write_text(whole, encoding="utf-8")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
 class FeatureWriter:
-    """Appends texts to a feature folder. A folder that exists is continued; lines beyond its rows are not expected.
+    """Appends texts to a feature folder. A folder that exists is continued after its last whole text.
 
     Raises:
         ValueError: the folder holds features of other taps or another target.
@@ -41,9 +55,14 @@ class FeatureWriter:
         if path.exists() and json.loads(path.read_text()) != asdict(meta):
             raise ValueError(f"`folder` {str(folder)!r} holds features of {path.read_text()}, not of {asdict(meta)}.")
         path.write_text(json.dumps(asdict(meta)))
-        self.index = open(self.folder / "index.jsonl", "a", encoding="utf-8")
-        self.rows = open(self.folder / "features.bin", "ab")
         self.row_bytes = 2 * meta.hidden_size * (len(meta.target_layer_ids) + 1)
+        # A killed run leaves rows without a line, never a line without rows.
+        lines = read_index(self.folder)
+        self.num_texts = len(lines)
+        end = sum(line["rows"] for line in lines) * self.row_bytes
+        self.rows = open(self.folder / "features.bin", "ab")  # noqa: SIM115 (closed by `close`)
+        self.rows.truncate(end)
+        self.index = open(self.folder / "index.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
     def add(self, input_ids: list[int], prompt_length: int, states: torch.Tensor) -> None:
         """`states` [S - 1, (L + 1) * H]: the last token's own state is never read."""
@@ -66,7 +85,7 @@ class FeatureDataset(Dataset):
     def __init__(self, folder: str | Path):
         folder = Path(folder)
         self.meta = FeatureMeta(**json.loads((folder / "features.json").read_text()))
-        self.lines = [json.loads(line) for line in open(folder / "index.jsonl", encoding="utf-8")]
+        self.lines = read_index(folder)
         self.width = self.meta.hidden_size
         columns = self.width * (len(self.meta.target_layer_ids) + 1)
         flat = np.memmap(folder / "features.bin", dtype=np.int16, mode="r")
@@ -89,6 +108,36 @@ class FeatureDataset(Dataset):
             "context_hidden_states": states[:, : -self.width],
             "teacher_hidden_states": states[:, -self.width :],
         }
+
+
+def write_features(
+    model: PreTrainedModel,
+    texts: Iterable[dict[str, torch.Tensor]],
+    folder: str | Path,
+    target_layer_ids: list[int],
+    batch_size: int = 8,
+) -> int:
+    """Runs texts (`input_ids`, `loss_mask`, as `ConversationDataset` gives them) through the target and stores their
+    states. A folder that exists is continued after its last text. Returns the number of texts in the folder."""
+    meta = FeatureMeta(list(target_layer_ids), model.config.get_text_config().hidden_size, model.name_or_path)
+    writer = FeatureWriter(folder, meta)
+    count = writer.num_texts
+    todo = itertools.islice(texts, count, None)
+    try:
+        while batch := list(itertools.islice(todo, batch_size)):
+            ids = torch.nn.utils.rnn.pad_sequence([text["input_ids"] for text in batch], batch_first=True)
+            lengths = torch.tensor([len(text["input_ids"]) for text in batch])
+            mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+            states = torch.cat(
+                target_states(model, ids.to(model.device), mask.to(model.device), target_layer_ids), dim=-1
+            )
+            for text, rows in zip(batch, states.cpu(), strict=True):
+                prompt_length = int(text["loss_mask"].argmax())
+                writer.add(text["input_ids"].tolist(), prompt_length, rows[: len(text["input_ids"]) - 1])
+            count += len(batch)
+    finally:
+        writer.close()
+    return count
 
 
 @torch.no_grad()

@@ -1,11 +1,43 @@
-"""Starts a drafter from copies of its target's last layers, which halves the first loss against a random start."""
+"""A fresh drafter for a target: its config, and a start from copies of the target's last layers, which halves the
+first loss against a random start."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from ..configuration import XPressConfig
 from ..modeling.drafter import XPressDrafter
+
+
+def config_for_target(
+    model: PreTrainedModel, target_layer_ids: list[int], mask_token_id: int, **overrides: Any
+) -> XPressConfig:
+    """Config of a drafter with the widths of its target. `overrides` are further fields of `XPressConfig`.
+
+    Raises:
+        ValueError: fields contradict each other.
+    """
+    config = model.config.get_text_config()
+    copied = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    )
+    values = {name: getattr(config, name, None) for name in (*copied, "rms_norm_eps", "max_position_embeddings")}
+    rope = dict(config.rope_parameters or {})
+    values |= {
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 10000.0))},
+        "num_target_layers": config.num_hidden_layers,
+        "target_layer_ids": list(target_layer_ids),
+        "mask_token_id": mask_token_id,
+    }
+    return XPressConfig(**{key: value for key, value in {**values, **overrides}.items() if value is not None})
 
 
 def target_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
@@ -17,7 +49,9 @@ def target_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
     decoder = model.get_decoder()
     layers = getattr(decoder, "layers", None)
     if layers is None or not hasattr(layers[0], "self_attn") or not hasattr(layers[0].self_attn, "q_proj"):
-        raise ValueError(f"{type(model).__name__}: its layers have no q/k/v projections to copy; start from random weights.")
+        raise ValueError(
+            f"{type(model).__name__}: its layers have no q/k/v projections to copy; start from random weights."
+        )
     return layers
 
 
@@ -40,7 +74,9 @@ def initialize_from_target(drafter: XPressDrafter, model: PreTrainedModel, layer
         theirs = layers[index]
         pairs = [(own.input_layernorm, theirs.input_layernorm)]
         pairs.append((own.post_attention_layernorm, theirs.post_attention_layernorm))
-        pairs += [(getattr(own.self_attn, n), getattr(theirs.self_attn, n)) for n in ("q_proj", "k_proj", "v_proj", "o_proj")]
+        pairs += [
+            (getattr(own.self_attn, n), getattr(theirs.self_attn, n)) for n in ("q_proj", "k_proj", "v_proj", "o_proj")
+        ]
         pairs += [(getattr(own.mlp, n), getattr(theirs.mlp, n)) for n in ("gate_proj", "up_proj", "down_proj")]
         if own.self_attn.own_context_projections:
             pairs.append((own.self_attn.k_proj_target, theirs.self_attn.k_proj))

@@ -76,7 +76,8 @@ class LossVocabulary:
     def draw(
         cls, labels: torch.Tensor, vocab_size: int, size: int, generator: torch.Generator | None = None
     ) -> LossVocabulary:
-        """Takes all `labels`, the `2 * size / 3` lowest ids, and a uniform sample of the rest, W = `size` ids in all (more
+        """Takes all `labels`, the `2 * size / 3` lowest ids, and a uniform sample of the rest, W = `size` ids in
+        all (more
         only if the labels need it). Merge-based tokenizers number their tokens roughly by frequency."""
         taken = torch.zeros(vocab_size, dtype=torch.bool)
         taken[: 2 * size // 3] = True
@@ -101,8 +102,8 @@ class BlockTargets:
     """Labels and weights of the predicted slots of N blocks, and what the teacher says about them.
 
     labels, weights: [N, D]. previous_ids: [N, B]. teacher_logits: maps a slice of blocks to [n, D, V] logits of the
-    target, float32 softmax is taken inside; `None` when the recipe does without. With a `vocabulary`, W takes the place
-    of V in all logits; ids stay token ids.
+    target, float32 softmax is taken inside; `None` when the recipe does without. With a `vocabulary`, W takes the
+    place of V in all logits; ids stay token ids.
     """
 
     labels: torch.Tensor
@@ -198,7 +199,8 @@ class _ChunkedLoss(torch.autograd.Function):
     def forward(ctx, run, num_blocks, chunk, hidden_states, *parameters):
         detached = hidden_states.detach()
         grads = [torch.zeros_like(detached)] + [torch.zeros_like(p, dtype=torch.float32) for p in parameters]
-        total, figures = detached.new_zeros((), dtype=torch.float32), {}
+        total = detached.new_zeros((), dtype=torch.float32)
+        figures: Terms = {}
         for start in range(0, num_blocks, chunk):
             blocks = slice(start, min(start + chunk, num_blocks))
             with torch.enable_grad():

@@ -26,11 +26,16 @@ class MuonWithAdamW(torch.optim.Optimizer):
     TABLES = ("token_embed", "readout")
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], matrix_lr: float, lr: float, weight_decay: float = 0.0
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        matrix_lr: float,
+        lr: float,
+        weight_decay: float = 0.0,
     ):
         if not hasattr(torch.optim, "Muon"):
             raise ImportError(f"Muon needs torch >= 2.9, found {torch.__version__}; upgrade or use another optimizer.")
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, parameter in named_parameters:
             is_matrix = parameter.ndim == 2 and not any(table in name for table in self.TABLES)
             (matrices if is_matrix else others).append(parameter)

@@ -27,7 +27,8 @@ class DrafterTrainingArguments(TrainingArguments):
         recipe: name of the loss recipe: "dflash" (cross entropy with position decay) or "xpress".
         num_anchors: blocks cut out of each text.
         chunk_blocks: blocks whose logits [rows, V] exist at one time.
-        loss_vocab_size: tokens that enter the softmaxes of the loss (`LossVocabulary`), redrawn for every batch; `None` =
+        loss_vocab_size: tokens that enter the softmaxes of the loss (`LossVocabulary`), redrawn for every batch;
+            `None` =
             the whole vocabulary. A quarter of the vocabulary makes steps on a CPU about three times as fast.
         matrix_optimizer: "adamw", or "muon" for the hidden matrices with AdamW for the rest.
         matrix_learning_rate: learning rate of Muon; `learning_rate` stays that of AdamW.
@@ -55,8 +56,8 @@ class DrafterTrainingArguments(TrainingArguments):
 class DrafterTrainer(Trainer):
     """Trains an [`XPressDrafter`] on answers of its target.
 
-    The target stays outside the wrapped model: frozen, in eval mode, in its own dtype and on its own device. Its hidden
-    states come from one forward per batch, or from the batch (`FeatureDataset`).
+    The target stays outside the wrapped model: frozen, in eval mode, in its own dtype and on its own device. Its
+    hidden states come from one forward per batch, or from the batch (`FeatureDataset`).
 
     The loss is the recipe's sum over slots, divided by the sum of slot weights over all accumulated batches and ranks.
 
@@ -69,6 +70,7 @@ class DrafterTrainer(Trainer):
 
     # The loss is normalised over all accumulated batches, so the Trainer must not divide it again.
     loss_is_scaled_for_ga = True
+    optimizer: Any
 
     def __init__(
         self,
@@ -82,14 +84,18 @@ class DrafterTrainer(Trainer):
         check_pair(target, drafter.config)
         self.recipe = recipe or RECIPES[args.recipe]
         if self.recipe.uses_refiner and drafter.refiner is None:
-            raise ValueError(f"`recipe`={args.recipe!r} trains a refiner, but the drafter's config has `refiner`=None.")
+            raise ValueError(
+                f"`recipe`={args.recipe!r} trains a refiner, but the drafter's config has `refiner`=None."
+            )
         kwargs.setdefault("data_collator", BlockCollator(drafter.config, args.num_anchors))
         super().__init__(model=model, args=args, **kwargs)
         self.model_accepts_loss_kwargs = True
         self.target_model = target.requires_grad_(False)
         self.target = Target.for_drafter(target, drafter.config)
         if args.loss_vocab_size is not None and not self.target.has_linear_head:
-            raise ValueError("`loss_vocab_size` reads rows of the target's head, which this target's head does not allow.")
+            raise ValueError(
+                "`loss_vocab_size` reads rows of the target's head, which this target's head does not allow."
+            )
         self._sums: dict[str, float] = {}
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -155,9 +161,7 @@ class DrafterTrainer(Trainer):
         ids, mask = (inputs[key].to(self.target_model.device) for key in ("input_ids", "attention_mask"))
         return target_states(self.target_model, ids, mask, layers)
 
-    def _draft(
-        self, model: Any, blocks: Blocks, attention_mask: torch.Tensor, context: torch.Tensor
-    ) -> torch.Tensor:
+    def _draft(self, model: Any, blocks: Blocks, attention_mask: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         """Drafter hidden states of all blocks. [B, A, K] blocks, [B, S, L * H] context -> [B * A, K, H]"""
         config = unwrap_drafter(self.model).config
         device = blocks.input_ids.device

@@ -1,0 +1,205 @@
+"""Acceptance, decode speed and overhead of the demo drafter against plain generate, on held-out prompts.
+
+    python benchmarks/demo_drafter.py --data DATA [--control FOLDER] [--output rows.jsonl]
+
+For every prompt all arms run one after the other, greedy, bfloat16, in an order that rotates; nothing else may run
+on the machine. Arms: `plain` generate; `refined`, the shipped drafter; `bare`, the same drafter with zero sweeps;
+`control`, a
+drafter that was trained with the `dflash` recipe alone. Acceptance lengths count the bonus token and are pooled
+over cycles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+import transformers
+from rich.progress import track
+
+import xpress_hf
+from xpress_hf import AcceptanceRecord, XPressDrafter
+from xpress_hf.decoding.target import Target
+from xpress_hf.demo import load_demo_drafter, load_demo_target
+from xpress_hf.evaluation.agreement import HALF_PRECISION_TIE, first_difference
+from xpress_hf.evaluation.prompts import read_prompts
+from xpress_hf.evaluation.side_by_side import encode_prompt
+from xpress_hf.evaluation.timing import timed_generate
+from xpress_hf.modeling import drafter as drafter_module
+
+FILES = ("gsm8k.jsonl", "humaneval.jsonl")
+PARTS = ("target", "drafter", "head", "refiner")
+
+
+class Clock:
+    """Time spent in the parts of a cycle, by replacing their functions with timed ones."""
+
+    def __init__(self, target: torch.nn.Module, drafter: XPressDrafter | None):
+        self.spans: list[tuple[str, float, float]] = []
+        self.target, self.drafter = target, drafter
+
+    def timed(self, part: str, function):
+        def run(*args, **kwargs):
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.spans.append((part, start, time.perf_counter()))
+            return result
+
+        return run
+
+    @contextmanager
+    def running(self):
+        with (
+            mock.patch.object(self.target, "forward", self.timed("target", self.target.forward)),
+            mock.patch.object(drafter_module, "refine_block", self.timed("refiner", drafter_module.refine_block)),
+            # Plain functions in class dictionaries get `self` handed in.
+            mock.patch.object(Target, "logits", self.timed("head", Target.logits)),
+            mock.patch.object(XPressDrafter, "forward", self.timed("drafter", XPressDrafter.forward)),
+        ):
+            yield self
+
+    def decode_share(self, decode_s: float) -> dict[str, float]:
+        """Seconds per part within the last `decode_s` seconds before now, and the rest."""
+        begin = time.perf_counter() - decode_s
+        parts = {name: sum(e - s for part, s, e in self.spans if part == name and s >= begin) for name in PARTS}
+        return {**parts, "rest": decode_s - sum(parts.values())}
+
+
+def bootstrap_difference(
+    left: list[AcceptanceRecord], right: list[AcceptanceRecord], draws: int = 10_000
+) -> list[float]:
+    """2.5 % and 97.5 % points of left - right, acceptance lengths pooled over prompts drawn with replacement."""
+    table = np.array(
+        [[sum(a.accepted), a.num_cycles, sum(b.accepted), b.num_cycles] for a, b in zip(left, right, strict=True)]
+    )
+    rng = np.random.default_rng(0)
+    sums = table[rng.integers(len(table), size=(draws, len(table)))].sum(axis=1)
+    return np.percentile(sums[:, 0] / sums[:, 1] - sums[:, 2] / sums[:, 3], [2.5, 97.5]).round(4).tolist()
+
+
+def run_arm(target, drafter: XPressDrafter | None, sweeps: int | None, ids: torch.Tensor, new: int) -> tuple:
+    """One timed answer: (run, seconds per part of the decode phase)."""
+    if drafter is not None:
+        drafter.speculation.sweeps = sweeps
+    with Clock(target, drafter).running() as clock:
+        run = timed_generate(target, ids, drafter, max_new_tokens=new, do_sample=False)
+        return run, clock.decode_share(run.decode_s)
+
+
+def provenance(args: argparse.Namespace) -> dict:
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")]
+    cpu = names[0] if names else platform.processor()
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "xpress_hf": xpress_hf.__version__,
+        "python": platform.python_version(),
+        "hardware": f"{cpu}, {torch.get_num_threads()} threads",
+        "dtype": "bfloat16",
+        "prompts": f"{args.limit} from number {args.start} on of {' and '.join(FILES)}, field's wording, chat template "
+        "with its default system prompt",
+        "max_new_tokens": args.new,
+    }
+
+
+def report(rows: list[dict], args: argparse.Namespace) -> str:
+    """Provenance, then figures over all prompts and benchmark by benchmark."""
+    lines = [f"{key}: {value}" for key, value in provenance(args).items()]
+    for group in ("all", *(Path(name).stem for name in FILES)):
+        chosen = [row for row in rows if group in ("all", row["benchmark"])]
+        plain = statistics.median(row["tokens_per_s"]["plain"] for row in chosen)
+        lines += [f"\n{group}: {len(chosen)} prompts", f"  plain    decode {plain:.1f} tokens/s (median)"]
+        arms = [name for name in rows[0]["records"] if name != "plain"]
+        lines += [arm_report(name, chosen) for name in arms]
+        for other in arms[1:]:
+            pair = [[row["records"][name] for row in chosen] for name in ("refined", other)]
+            low, high = bootstrap_difference(*pair)
+            lines.append(f"  refined - {other}: 95 % bootstrap interval over prompts [{low:+.4f}, {high:+.4f}]")
+    return "\n".join(lines)
+
+
+def arm_report(name: str, rows: list[dict]) -> str:
+    """Pooled acceptance, median speed and ratio, and where the time of the decode phase went."""
+    records = [row["records"][name] for row in rows]
+    pooled = sum(records[1:], start=records[0])
+    ratio = statistics.median(row["tokens_per_s"][name] / row["tokens_per_s"]["plain"] for row in rows)
+    speed = statistics.median(row["tokens_per_s"][name] for row in rows)
+    seconds = {part: sum(row["parts"][name][part] for row in rows) for part in (*PARTS, "rest")}
+    share = ", ".join(f"{part} {value / sum(seconds.values()):.1%}" for part, value in seconds.items())
+    return (
+        f"  {name:8s} acceptance length {pooled.acceptance_length:.3f} over {pooled.num_cycles} cycles; decode "
+        f"{speed:.1f} tokens/s, {ratio:.2f} x plain (medians); time: {share}"
+    )
+
+
+def agreement(rows: list[dict], judge) -> str:
+    """Counts texts that equal plain generate, first differences that are near ties, and others."""
+    lines = []
+    for name in rows[0]["ids"]:
+        if name == "plain":
+            continue
+        counts = {"equal": 0, "near tie": 0, "OTHER": 0}
+        for row in rows:
+            found = first_difference(judge, row["prompt_length"], row["ids"]["plain"], row["ids"][name])
+            kind = "equal" if found is None else "near tie" if found.relative_gap <= HALF_PRECISION_TIE else "OTHER"
+            counts[kind] += 1
+        lines.append(f"  {name:8s} ids against plain: {counts}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help=f"folder with {' and '.join(FILES)}")
+    parser.add_argument("--drafter", help="default: the shipped drafter")
+    parser.add_argument("--control", help="drafter of the dflash recipe alone")
+    parser.add_argument("--start", type=int, default=0, help="first prompt of each file")
+    parser.add_argument("--limit", type=int, default=40, help="prompts of each file")
+    parser.add_argument("--new", type=int, default=128, help="new tokens per prompt")
+    parser.add_argument("--output", help="JSON Lines file for one row per prompt")
+    args = parser.parse_args()
+
+    target, tokenizer = load_demo_target(report=print)
+    load = {"dtype": torch.bfloat16}
+    shipped = XPressDrafter.from_pretrained(args.drafter, **load).eval() if args.drafter else load_demo_drafter()
+    arms = {"plain": (None, None), "refined": (shipped, None), "bare": (shipped, 0)}
+    if args.control:
+        arms["control"] = (XPressDrafter.from_pretrained(args.control, **load).eval(), 0)
+    for drafter, sweeps in arms.values():
+        run_arm(target, drafter, sweeps, torch.arange(3, 40)[None], 16)
+
+    prompts = [prompt for name in FILES for prompt in read_prompts(Path(args.data) / name, args.limit, args.start)]
+    rows = []
+    for index, prompt in enumerate(track(prompts, description="prompts")):
+        ids = encode_prompt(tokenizer, prompt.turns[0], target.device)
+        row = {"id": prompt.id, "benchmark": prompt.benchmark, "prompt_length": ids.shape[1]}
+        row |= {key: {} for key in ("ids", "records", "tokens_per_s", "parts")}
+        order = list(arms)[index % len(arms) :] + list(arms)[: index % len(arms)]
+        for name in order:
+            run, parts = run_arm(target, *arms[name], ids, args.new)
+            row["ids"][name], row["records"][name], row["parts"][name] = run.ids, run.acceptance, parts
+            row["tokens_per_s"][name] = run.tokens_per_s
+        rows.append(row)
+    if args.output:
+        with open(args.output, "w", encoding="utf-8") as file:
+            for row in rows:
+                records = {name: record and vars(record) for name, record in row["records"].items()}
+                ids = {name: value.tolist() for name, value in row["ids"].items()}
+                file.write(json.dumps({**row, "records": records, "ids": ids, "run": provenance(args)}) + "\n")
+    print(report(rows, args))
+    judge, _ = load_demo_target(dtype=torch.float32)
+    print("\nagreement (near tie: gap <= 2^-6 of the largest logit in float32)\n" + agreement(rows, judge))
+
+
+if __name__ == "__main__":
+    main()
