@@ -107,8 +107,8 @@ def provenance(args: argparse.Namespace) -> dict:
         "python": platform.python_version(),
         "hardware": f"{cpu}, {torch.get_num_threads()} threads",
         "dtype": "bfloat16",
-        "prompts": f"{args.limit} from number {args.start} on of {' and '.join(FILES)}, field's wording, chat template "
-        "with its default system prompt",
+        "prompts": f"{args.limit} from number {args.start} on of {' and '.join(FILES)}, field's wording, chat "
+        "template with its default system prompt",
         "max_new_tokens": args.new,
     }
 

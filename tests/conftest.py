@@ -177,6 +177,18 @@ def golden() -> Path:
 
 
 @pytest.fixture(scope="session")
+def demo_targets():
+    """(float32 target, bfloat16 target, tokenizer) of the embedded default."""
+    from xpress_hf.demo import load_demo_target
+
+    try:
+        exact, tokenizer = load_demo_target(dtype=torch.float32)
+    except RuntimeError as error:
+        pytest.skip(f"the demo target is not on this machine: {error}")
+    return exact, load_demo_target()[0], tokenizer
+
+
+@pytest.fixture(scope="session")
 def prompt_files() -> Path:
     folder = SHARED / "data"
     if not folder.is_dir():
