@@ -111,6 +111,11 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
             f"`input_ids`: a drafter serves a batch of one sequence, got {input_ids.shape[0]}; call generate() once "
             "per prompt."
         )
+    if input_ids.shape[1] == 0:
+        raise ValueError(
+            "`inputs_embeds`: verification needs the ids of the prompt, and the loop of some versions drops the mask "
+            "without them; pass `input_ids` too, or generate without `assistant_model`."
+        )
     cache = kwargs.get("cache", kwargs.get("past_key_values"))
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
