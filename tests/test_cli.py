@@ -1,5 +1,7 @@
 """The command line on a tiny target with a tiny tokenizer."""
 
+import json
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -7,6 +9,7 @@ from typer.testing import CliRunner
 
 from tests.conftest import VOCAB, build_drafter, build_target
 from xpress_hf import cli
+from xpress_hf.evaluation.agreement import Difference
 
 
 @pytest.fixture
@@ -103,3 +106,32 @@ def test_help_names_the_commands():
     _, output = invoke("--help")
     assert "demo" in output
     assert "generate" in output
+
+
+def test_figures_as_json(folders):
+    target, drafter = folders
+    arguments = ["generate", "--target", target, "--drafter", drafter, "--prompt", "w3 w4", "--max-new-tokens", "20"]
+    outcome = CliRunner().invoke(cli.app, [*arguments, "--json"])
+    assert outcome.exit_code == 0
+    figures = json.loads(outcome.stdout)
+    assert figures["prompts"][0]["ids_equal"] is True
+    assert figures["prompts"][0]["new_tokens"] == 20
+    assert figures["medians"]["ratio"] > 0
+    assert sum(figures["acceptance"]["histogram"]) == figures["acceptance"]["num_cycles"] > 0
+
+
+def test_a_broken_promise_gives_exit_code_one(folders, monkeypatch):
+    """A text that leaves plain generate where no tie explains it must not pass for a success."""
+    target, drafter = folders
+    monkeypatch.setattr("xpress_hf.evaluation.side_by_side.first_difference", lambda *args: Difference(5, 0.5))
+    code, output = invoke(
+        "generate", "--target", target, "--drafter", drafter, "--prompt", "w3", "--max-new-tokens", "8"
+    )
+    assert code == 1
+    assert "NOT a near tie" in output
+
+
+def test_an_unknown_dtype(folders):
+    target, drafter = folders
+    outcome = CliRunner().invoke(cli.app, ["generate", "--target", target, "--drafter", drafter, "--dtype", "int3"])
+    assert "int3" in str(outcome.exception)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from ..decoding.acceptance import AcceptanceRecord
 from ..modeling.drafter import XPressDrafter
-from .agreement import FLOAT32_TIE, HALF_PRECISION_TIE, first_difference
+from .agreement import FLOAT32_TIE, HALF_PRECISION_TIE, Difference, first_difference
 from .timing import TimedRun, timed_generate
 
 
@@ -49,6 +50,22 @@ class _Pane(TextStreamer):
         self.panel.subtitle = f"{run.num_new_tokens} tokens, {run.tokens_per_s:.1f} tokens/s"
 
 
+@dataclass(frozen=True)
+class Pair:
+    """One prompt, answered plain and with the drafter. difference: `None` where the ids are equal or were sampled."""
+
+    prompt: str
+    plain: TimedRun
+    drafted: TimedRun
+    sampled: bool
+    difference: Difference | None
+
+    @property
+    def ratio(self) -> float:
+        """Decode speed with the drafter over plain decode speed."""
+        return self.drafted.tokens_per_s / self.plain.tokens_per_s
+
+
 class SideBySide:
     """Runs prompts twice and keeps what a summary needs.
 
@@ -69,7 +86,13 @@ class SideBySide:
         self.target, self.tokenizer, self.drafter = target, tokenizer, drafter
         self.judge = judge or target
         self.console = console or Console()
-        self.pairs: list[tuple[TimedRun, TimedRun]] = []
+        self.pairs: list[Pair] = []
+
+    def warm_up(self) -> None:
+        """Runs both ways once, so that the first prompt does not pay for it."""
+        ids = torch.arange(1, 9, device=self.target.device)[None]
+        for drafter in (None, self.drafter):
+            self.target.generate(ids, assistant_model=drafter, max_new_tokens=8, do_sample=False)
 
     def answer(self, prompt: str, **options: Any) -> None:
         """Streams both answers and prints their agreement. `options` are those of generate()."""
@@ -84,43 +107,65 @@ class SideBySide:
                 runs.append(timed_generate(self.target, ids, drafter, pane, **options))
                 pane.finish(runs[-1])
                 live.refresh()
-        self.pairs.append((runs[0], runs[1]))
-        self.console.print(self._agreement(runs[0], runs[1], sampled=bool(options.get("do_sample"))))
+        plain, drafted = runs
+        sampled = bool(options.get("do_sample"))
+        difference = None if sampled else first_difference(self.judge, ids.shape[1], plain.ids, drafted.ids)
+        self.pairs.append(Pair(prompt, plain, drafted, sampled, difference))
+        self.console.print(self._agreement(self.pairs[-1]))
 
-    def _agreement(self, plain: TimedRun, drafted: TimedRun, sampled: bool) -> str:
-        if sampled:
-            return "sampled: two draws from the same law, so the texts differ"
-        difference = first_difference(self.judge, plain.prompt_length, plain.ids, drafted.ids)
-        if difference is None:
-            return "ids equal: yes"
+    def is_tie(self, difference: Difference | None) -> bool:
+        """Whether rounding in the target's dtype explains a difference; equal texts count."""
         bound = FLOAT32_TIE if self.target.dtype == torch.float32 else HALF_PRECISION_TIE
-        verdict = (
-            "a near tie that rounding decides" if difference.relative_gap <= bound else "[bold red]NOT a near tie[/]"
-        )
+        return difference is None or difference.relative_gap <= bound
+
+    def _agreement(self, pair: Pair) -> str:
+        if pair.sampled:
+            return "sampled: two draws from the same law, so the texts differ"
+        if pair.difference is None:
+            return "ids equal: yes"
+        verdict = "a near tie that rounding decides" if self.is_tie(pair.difference) else "[bold red]NOT a near tie[/]"
         return (
-            f"ids equal: until token {difference.position - plain.prompt_length}, then {verdict} "
-            f"(gap {difference.relative_gap:.1e} of the largest logit)"
+            f"ids equal: until token {pair.difference.position - pair.plain.prompt_length}, then {verdict} "
+            f"(gap {pair.difference.relative_gap:.1e} of the largest logit)"
         )
 
     @property
     def acceptance(self) -> AcceptanceRecord:
         """Record pooled over all prompts."""
-        records = [drafted.acceptance for _, drafted in self.pairs if drafted.acceptance is not None]
+        records = [pair.drafted.acceptance for pair in self.pairs if pair.drafted.acceptance is not None]
         return sum(records[1:], start=records[0])
 
+    def medians(self) -> dict[str, float]:
+        """Medians over prompts: plain tokens/s, tokens/s with the drafter, ratio."""
+        return {
+            "plain_tokens_per_s": statistics.median(pair.plain.tokens_per_s for pair in self.pairs),
+            "tokens_per_s": statistics.median(pair.drafted.tokens_per_s for pair in self.pairs),
+            "ratio": statistics.median(pair.ratio for pair in self.pairs),
+        }
+
     def summary(self) -> str:
-        """Medians over prompts of both decode speeds and of their ratio, and the pooled acceptance record."""
-        plain, drafted, ratio = (
-            statistics.median(values)
-            for values in zip(
-                *[(p.tokens_per_s, d.tokens_per_s, d.tokens_per_s / p.tokens_per_s) for p, d in self.pairs],
-                strict=True,
-            )
-        )
+        """Decode speeds and the pooled acceptance record, for people."""
+        figures = self.medians()
         return (
-            f"decode speed, medians over {len(self.pairs)} prompts: {plain:.1f} tokens/s plain, {drafted:.1f} "
-            f"tokens/s with the drafter, ratio {ratio:.2f}\n{self.acceptance}"
+            f"decode speed, medians over {len(self.pairs)} prompts: "
+            f"{figures['plain_tokens_per_s']:.1f} tokens/s plain, "
+            f"{figures['tokens_per_s']:.1f} tokens/s with the drafter, ratio {figures['ratio']:.2f}\n{self.acceptance}"
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for machines, prompt by prompt."""
+        rows = [
+            {
+                "prompt": pair.prompt,
+                "new_tokens": pair.drafted.num_new_tokens,
+                "plain_tokens_per_s": pair.plain.tokens_per_s,
+                "tokens_per_s": pair.drafted.tokens_per_s,
+                "ids_equal": None if pair.sampled else pair.difference is None,
+                "relative_gap": pair.difference and pair.difference.relative_gap,
+            }
+            for pair in self.pairs
+        ]
+        return {"prompts": rows, "medians": self.medians(), "acceptance": self.acceptance.to_dict()}
 
 
 def check_exactness(
