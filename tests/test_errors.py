@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration, TextStreamer
 
 from tests.conftest import build_config, build_drafter, build_target, prompt
 from xpress_hf import SpeculationConfig, XPressConfig, XPressDrafter
@@ -47,7 +47,6 @@ def test_a_drafter_of_another_target(quiet_target, overrides, words):
     [
         ({"num_beams": 2}, "num_beams"),
         ({"num_return_sequences": 2}, "num_return_sequences"),
-        ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences"),
         ({"use_cache": False}, "use_cache"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         ({"guidance_scale": 1.5}, "guidance_scale"),
@@ -61,9 +60,19 @@ def test_options_that_take_no_drafter(quiet_target, options, word):
         quiet_target.generate(prompt(), assistant_model=build_drafter(), max_new_tokens=8, **options)
 
 
-def test_batches_are_refused_for_now(quiet_target):
-    with pytest.raises(ValueError, match="batch of one sequence, got 2"):
-        quiet_target.generate(prompt().expand(2, -1), assistant_model=build_drafter(), max_new_tokens=8)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"streamer": TextStreamer(None)},
+        {"return_dict_in_generate": True, "output_hidden_states": True},
+        {"return_dict_in_generate": True, "output_attentions": True},
+        {"cache_implementation": "static"},
+    ],
+    ids=lambda options: list(options)[-1],
+)
+def test_options_that_take_one_sequence(quiet_target, options):
+    with pytest.raises(ValueError, match=f"{list(options)[-1]}|past_key_values|[Ss]treamer"):
+        quiet_target.generate(prompt().expand(2, -1), assistant_model=build_drafter(), max_new_tokens=8, **options)
 
 
 def test_a_target_whose_cache_cannot_be_rolled_back():

@@ -42,13 +42,18 @@ class SpeculationConfig:
             drafted, since backbone and refiner were trained on it; only the head of the draft is then verified.
         top_candidates: number C of base candidates per slot that the refiner may choose from (facts: top-C readout).
             `None` = exact readout over the whole vocabulary.
+        loop: "stock" runs the assisted-decoding loop of transformers, which takes one sequence; "own" runs ours, which
+            takes any number of them. `None` = "stock" for one sequence, "own" for more.
     """
 
     sweeps: int | None = None
     draft_length: int | None = None
     top_candidates: int | None = None
+    loop: str | None = None
 
     def __post_init__(self):
+        if self.loop not in (None, "own", "stock"):
+            raise ValueError(f"`loop` must be 'own', 'stock' or None, got {self.loop!r}.")
         for name, lowest in (("sweeps", 0), ("draft_length", 1), ("top_candidates", 1)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < lowest):

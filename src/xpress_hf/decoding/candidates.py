@@ -95,7 +95,7 @@ class SlotChooser:
                 chosen if draft_ids is None else list(draft_ids[:, :slot].to(self.input_ids.device).split(1, dim=1))
             )
             prefix = torch.cat([self.input_ids, *before[:slot]], dim=1)
-            law = self._forbid(self.processors(prefix, logits[:, slot].float()))
+            law = self._forbid(self.processors(prefix, logits[:, slot].float().clone()))
             noise = None if self.noise is None else self.noise[:, slot]
             laws.append(law)
             chosen.append(self._pick(law, noise)[:, None])

@@ -18,6 +18,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 
 from ..modeling.drafter import XPressDrafter, is_drafter, unwrap_drafter
 from .candidates import XPressCandidateGenerator
+from .loop import DecodingLoop, generate_rows
 from .target import check_pair
 
 
@@ -71,10 +72,10 @@ def check_options(model: Any, mode: GenerationMode, config: GenerationConfig, op
         raise ValueError(
             f"`num_beams`={config.num_beams}: beam search takes no drafter; set it to 1 or drop the drafter."
         )
-    if config.num_return_sequences is not None and config.num_return_sequences > 1:
+    if config.num_return_sequences is not None and config.num_return_sequences > 1 and not config.do_sample:
         raise ValueError(
-            f"`num_return_sequences`={config.num_return_sequences}: a drafter serves one sequence per call; "
-            "call generate() once per sequence."
+            f"`num_return_sequences`={config.num_return_sequences}: greedy decoding gives the same sequence every "
+            "time; set `do_sample=True` or leave it out."
         )
     if mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(f"Generation mode {mode.value!r} takes no drafter; remove `assistant_model`.")
@@ -106,11 +107,6 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
     assistant, config = kwargs.get("assistant_model"), kwargs["generation_config"]
     if not _is_ours(assistant, config):
         return original(self, input_ids, *args, **kwargs)
-    if input_ids.shape[0] > 1:
-        raise ValueError(
-            f"`input_ids`: a drafter serves a batch of one sequence, got {input_ids.shape[0]}; call generate() once "
-            "per prompt."
-        )
     if input_ids.shape[1] == 0:
         raise ValueError(
             "`inputs_embeds`: verification needs the ids of the prompt, and the loop of some versions drops the mask "
@@ -122,7 +118,10 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
             "`past_key_values`: the drafter has no hidden states for a prefix that is only in the cache; call "
             "generate() with the ids alone, or without `assistant_model`."
         )
-    call = _Call(unwrap_drafter(assistant), kwargs["stopping_criteria"])
+    drafter = unwrap_drafter(assistant)
+    if input_ids.shape[0] > 1 or drafter.speculation.loop == "own":
+        return _decode_rows(self, drafter, input_ids, *args, **kwargs)
+    call = _Call(drafter, kwargs["stopping_criteria"])
     kwargs["stopping_criteria"] = _CommittedOnly(call.stopping_criteria, call)
     token = _current_call.set(call)
     try:
@@ -130,6 +129,44 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
     finally:
         _current_call.reset(token)
     call.drafter.last_acceptance = call.generator.record
+    return output
+
+
+# Arguments of the wrapped loop that are not meant for the target's forward.
+_LOOP_ARGUMENTS = (
+    "assistant_model",
+    "assistant_tokenizer",
+    "generation_config",
+    "inputs_tensor",
+    "logits_processor",
+    "stopping_criteria",
+    "streamer",
+    "synced_gpus",
+    "tokenizer",
+)
+
+
+def _decode_rows(model: Any, drafter: XPressDrafter, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """One or many sequences in our own loop."""
+    names = ("logits_processor", "stopping_criteria", "generation_config")
+    kwargs.update(zip(names, args, strict=False))
+    config, streamer = kwargs["generation_config"], kwargs.get("streamer")
+    for name in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name):
+            raise ValueError(f"`{name}`: not available for a batch with a drafter; drop it or generate row by row.")
+    if streamer is not None:
+        raise ValueError("`streamer`: rows of a batch advance at their own pace; stream one sequence per call.")
+    loop = DecodingLoop(
+        model,
+        drafter,
+        input_ids,
+        kwargs["logits_processor"],
+        kwargs["stopping_criteria"],
+        config,
+        {key: value for key, value in kwargs.items() if key not in _LOOP_ARGUMENTS},
+    )
+    output = generate_rows(loop)
+    drafter.last_acceptance = loop.record
     return output
 
 

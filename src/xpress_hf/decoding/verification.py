@@ -18,7 +18,7 @@ def accepted_in_a_row(hits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor
 
 def match(draft_ids: torch.Tensor, target_ids: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Greedy rule, and the rule for point-mass drafts of a sampled target: drafts are kept while they are the target's
-    own tokens. draft_ids [B, D], target_ids [B, D + 1] -> num_accepted [B]; the next token is target_ids[num_accepted]."""
+    own tokens. draft_ids [B, D], target_ids [B, D + 1] -> kept [B]; the next token is target_ids[kept]."""
     return accepted_in_a_row(draft_ids == target_ids[:, :-1], lengths)
 
 

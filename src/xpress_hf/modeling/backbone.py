@@ -144,6 +144,30 @@ def layer_visibility(
     return visible
 
 
+def context_visibility(
+    positions: torch.Tensor,
+    valid: torch.Tensor,
+    block_positions: torch.Tensor,
+    config: XPressConfig,
+    layer_type: str,
+    causal: bool,
+) -> torch.Tensor:
+    """Who sees whom in one kind of layer when the context rows of a batch have holes or different lengths.
+
+    Queries: the K block rows at `block_positions` [B, K]. Keys: context rows at `positions` [B, T] that count where
+    `valid` [B, T], then the block. The rules are those of `layer_visibility`. -> bool [B, 1, K, T + K], True = visible
+    """
+    window = config.sliding_window if layer_type == "sliding_attention" else None
+    distance = block_positions[:, :, None] - positions[:, None, :]
+    context = valid[:, None, :].expand_as(distance)
+    own = block_positions[:, :, None] - block_positions[:, None, :]
+    block = own >= 0 if causal else torch.ones_like(own, dtype=torch.bool)
+    if window is not None:
+        context = context & (distance < window)
+        block = block & (own.abs() < window)
+    return torch.cat([context, block], dim=-1)[:, None]
+
+
 def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """bool, True = visible -> additive mask of `dtype`, 0 or the lowest finite value."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)

@@ -22,7 +22,7 @@ from .refiner import CausalRefiner, Chooser, greedy_choice, refine_block
 
 @dataclass
 class BlockDraft:
-    """Drafted ids [1, D] and the logits they were chosen from [1, D, V]."""
+    """Drafted ids [N, D] and the logits they were chosen from [N, D, V]."""
 
     ids: torch.Tensor
     logits: torch.Tensor
@@ -193,26 +193,33 @@ class XPressDrafter(PreTrainedModel):
         context_hidden_states: torch.Tensor,
         cache: Cache,
         choose: Chooser = greedy_choice,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: dict[str, torch.Tensor] | None = None,
     ) -> BlockDraft:
-        """Drafts one block behind `known_ids`.
+        """Drafts one block behind each row of `known_ids`.
 
         Args:
             target: a `decoding.target.Target`: `embed(ids)` and `logits(hidden_states)`.
-            known_ids: [1, >= 1] committed tokens; the last is the anchor, the one before it the refiner's predecessor.
-            context_hidden_states: [1, S, L * H_target] taps of the rows that the cache lacks, all before the anchor.
+            known_ids: [N, >= 1] committed tokens; the last is the anchor, the one before it the refiner's predecessor.
+            context_hidden_states: [N, S, L * H_target] taps of the rows that the cache lacks, all before the anchor.
             cache: context rows of earlier cycles; afterwards it also holds the S new ones, never block rows.
             choose: picks a token per slot, see `refine_block`.
+            position_ids: [N, S + B] of new context rows and block. Default: they follow the cached rows.
+            attention_mask: additive masks per layer type, see `Backbone.forward`. Default: every context row counts.
         """
         config = self.config
         device = self.device
         anchor = known_ids[:, -1:]
-        masks = anchor.new_full((1, config.block_size - 1), config.mask_token_id)
-        start = cache.get_seq_length()
-        num_rows = context_hidden_states.shape[1] + config.block_size
+        masks = anchor.new_full((anchor.shape[0], config.block_size - 1), config.mask_token_id)
+        if position_ids is None:
+            start = cache.get_seq_length()
+            num_rows = context_hidden_states.shape[1] + config.block_size
+            position_ids = torch.arange(start, start + num_rows)[None]
         hidden_states = self(
             noise_embeds=target.embed(torch.cat([anchor, masks], dim=1)).to(device),
             context_hidden_states=context_hidden_states.to(device),
-            position_ids=torch.arange(start, start + num_rows, device=device)[None],
+            attention_mask=attention_mask,
+            position_ids=position_ids.to(device),
             cache=cache,
         ).last_hidden_state
         cache.crop(-config.block_size)
