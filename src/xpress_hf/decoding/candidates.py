@@ -26,7 +26,7 @@ from transformers.generation import (
 
 from ..modeling.drafter import XPressDrafter
 from .acceptance import AcceptanceRecord
-from .target import Target, taps
+from .target import Target, tap_request, taps
 
 # Processors that never look at the ids: all slots of a block go through them in one call.
 POSITION_FREE = (
@@ -133,7 +133,6 @@ class XPressCandidateGenerator(CandidateGenerator):
     """
 
     requires_model_outputs = True
-    model_kwargs_overrides = {"output_hidden_states": True}
 
     def __init__(
         self,
@@ -145,6 +144,10 @@ class XPressCandidateGenerator(CandidateGenerator):
     ):
         self.drafter = drafter
         self.target = Target.for_drafter(model, drafter.config)
+        # Where the user wants hidden states too, the loop hands out what the forward gave.
+        everything = generation_config.return_dict_in_generate and generation_config.output_hidden_states
+        states = True if everything else tap_request(drafter.config.target_layer_ids)
+        self.model_kwargs_overrides = {"output_hidden_states": states}
         self.processors = logits_processor
         self.max_length = generation_config.max_length
         end_ids = getattr(generation_config, "_eos_token_tensor", None)
@@ -193,10 +196,9 @@ class XPressCandidateGenerator(CandidateGenerator):
 
     def _new_context(self, attention_mask: torch.Tensor | None, outputs: Any, num_matches: int) -> torch.Tensor:
         """Taps of the rows that the drafter's cache lacks: prompt rows without padding, later the kept rows."""
-        layers = self.drafter.config.target_layer_ids
+        rows = taps(outputs.hidden_states, self.drafter.config.target_layer_ids, self.target.num_layers)
         if self.cache.get_seq_length():
-            return taps(tuple(state[:, : num_matches + 1] for state in outputs.hidden_states), layers)
-        rows = taps(outputs.hidden_states, layers)
+            return rows[:, : num_matches + 1]
         if attention_mask is not None and rows.shape[1] <= attention_mask.shape[1]:
             rows = rows[:, attention_mask[0, : rows.shape[1]].bool().to(rows.device)]
         return rows

@@ -28,7 +28,7 @@ from ..modeling.drafter import XPressDrafter
 from .acceptance import AcceptanceRecord
 from .caches import aligned_columns, keep_columns, keep_rows, ragged_cache
 from .candidates import POSITION_FREE, SlotChooser, draft_limit
-from .target import Target, taps
+from .target import Target, tap_request, taps
 from .verification import match, token_rejection
 
 
@@ -190,7 +190,7 @@ class DecodingLoop:
     def _prefill(self) -> None:
         input_ids = torch.stack([row.ids for row in self.rows])
         inputs = self.model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **self.model_kwargs)
-        inputs["output_hidden_states"] = True
+        inputs["output_hidden_states"] = tap_request(self.layers)
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             inputs["logits_to_keep"] = 1
         outputs = self.model(**inputs)
@@ -199,7 +199,9 @@ class DecodingLoop:
         # Positions that the user chose go on where they ended.
         last = positions[:, -1] if given is None else given[..., -1].reshape(-1).expand(len(self.rows))
         self.offset = (last - positions[:, -1]).to(input_ids.device)
-        self.context.set_new(taps(outputs.hidden_states, self.layers), positions, self.prompt_mask.bool())
+        self.context.set_new(
+            taps(outputs.hidden_states, self.layers, self.target.num_layers), positions, self.prompt_mask.bool()
+        )
         logits = outputs.logits[:, -1:].to(input_ids.device, torch.float32)
         no_drafts = torch.zeros(len(self.rows), 0, dtype=torch.long, device=input_ids.device)
         self._commit(no_drafts, None, torch.zeros(len(self.rows), dtype=torch.long, device=input_ids.device), logits)
@@ -221,7 +223,7 @@ class DecodingLoop:
             draft_ids = torch.zeros(len(self.rows), 0, dtype=torch.long, device=device)
         anchors = torch.stack([row.ids[-1] for row in self.rows])[:, None]
         outputs = self._verify(torch.cat([anchors, draft_ids], dim=1))
-        states = taps(outputs.hidden_states, self.layers)
+        states = taps(outputs.hidden_states, self.layers, self.target.num_layers)
         starts = torch.tensor([row.length - 1 for row in self.rows], device=device)
         steps = torch.arange(states.shape[1], device=device)
         logits = outputs.logits.to(device, torch.float32)
@@ -267,7 +269,7 @@ class DecodingLoop:
             "attention_mask": (columns >= (width - run)[:, None]).long(),
             self.cache_name: self.cache,
             "use_cache": True,
-            "output_hidden_states": True,
+            "output_hidden_states": tap_request(self.layers),
         }
         if self.takes_positions:
             inputs["position_ids"] = (run + self.offset)[:, None] + torch.arange(tokens.shape[1], device=device)

@@ -21,6 +21,7 @@ class Target:
     def __init__(self, model: PreTrainedModel, embedding_scale: float | None = None):
         self.model = model
         self.config = model.config.get_text_config()
+        self.num_layers = self.config.num_hidden_layers
         self.embedding = model.get_input_embeddings()
         self.head = model.get_output_embeddings()
         if embedding_scale is None:
@@ -79,9 +80,22 @@ class Target:
         return logits.unflatten(0, hidden_states.shape[:-1])
 
 
-def taps(hidden_states: tuple[torch.Tensor, ...], target_layer_ids: list[int]) -> torch.Tensor:
-    """Concatenated outputs of the tapped decoder layers. Full tuple, entry 0 the embeddings -> [B, S, L * H]."""
-    return torch.cat([hidden_states[layer + 1] for layer in target_layer_ids], dim=-1)
+def tap_request(target_layer_ids: list[int]) -> list[int]:
+    """Value of `output_hidden_states` that makes the target keep what `taps` reads, and not the states of all layers.
+
+    Versions of transformers disagree whether the numbers count layers or entries of the full tuple: both are asked.
+    """
+    return sorted({index for layer in target_layer_ids for index in (layer, layer + 1)})
+
+
+def taps(hidden_states: tuple[torch.Tensor | None, ...], target_layer_ids: list[int], num_layers: int) -> torch.Tensor:
+    """Concatenated outputs of the tapped decoder layers, [B, S, L * H].
+
+    `hidden_states` is the full tuple of `num_layers` + 1 entries, the embeddings first, or what `tap_request` gives:
+    that tuple with holes or, in older versions, one entry per layer.
+    """
+    first = len(hidden_states) - num_layers
+    return torch.cat([hidden_states[layer + first] for layer in target_layer_ids], dim=-1)
 
 
 def check_pair(model: PreTrainedModel, config: XPressConfig) -> None:

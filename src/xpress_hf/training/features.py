@@ -157,4 +157,5 @@ def target_states(
         )
     finally:
         model.train(was_training)
-    return taps(outputs.hidden_states, target_layer_ids), outputs.hidden_states[-1]
+    num_layers = model.config.get_text_config().num_hidden_layers
+    return taps(outputs.hidden_states, target_layer_ids, num_layers), outputs.hidden_states[-1]
