@@ -29,11 +29,15 @@ class BatchOracle(OracleDrafter):
 
     def draft_block(self, target, known_ids, context_hidden_states, cache, choose=None, **kwargs):
         super(OracleDrafter, self).draft_block(target, known_ids, context_hidden_states, cache, **kwargs)
-        anchors = kwargs["position_ids"][:, -self.config.block_size]
+        positions = kwargs.get("position_ids")
+        anchors = (
+            torch.tensor([cache.get_seq_length()]) if positions is None else positions[:, -self.config.block_size]
+        )
         depth, size = self.config.num_draft_tokens, target.config.vocab_size
         logits = torch.full((len(known_ids), depth, size), -20.0)
         for row, (pair, anchor) in enumerate(zip(known_ids.tolist(), anchors.tolist(), strict=True)):
-            number = next(n for n, text in enumerate(self.texts) if text[anchor - 1 : anchor + 1] == pair)
+            ends = [text[max(anchor - 1, 0) : anchor + 1] for text in self.texts]
+            number = next(n for n, end in enumerate(ends) if end == pair[-len(end) :])
             for slot in range(depth):
                 place = anchor + 1 + slot
                 token = self.texts[number][place] if place < len(self.texts[number]) else 0
@@ -43,10 +47,10 @@ class BatchOracle(OracleDrafter):
         return BlockDraft(choose(logits, None), logits)
 
 
-def oracle(target, prompts, expected=None):
+def oracle(target, prompts, expected=None, **overrides):
     """An oracle for the plain texts of the rows, or for those of a batch that was generated already."""
     torch.manual_seed(1)
-    drafter = BatchOracle(build_config()).eval()
+    drafter = BatchOracle(build_config(**overrides)).eval()
     if expected is None:
         drafter.texts = [plain(target, ids, max_new_tokens=NEW + 16)[0].tolist() for ids in prompts]
     else:
