@@ -37,6 +37,7 @@ from xpress_hf.evaluation.timing import timed_generate
 from xpress_hf.modeling import drafter as drafter_module
 
 FILES = ("gsm8k.jsonl", "humaneval.jsonl")
+ARMS = ("plain", "refined", "bare", "control")
 PARTS = ("target", "drafter", "head", "refiner")
 
 
@@ -113,6 +114,33 @@ def provenance(args: argparse.Namespace) -> dict:
     }
 
 
+def read_rows(path: str | None) -> dict[str, dict]:
+    """Rows of an earlier run by prompt id."""
+    if path is None or not Path(path).exists():
+        return {}
+    rows = {}
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        row["ids"] = {name: torch.tensor(ids) for name, ids in row["ids"].items()}
+        row["records"] = {name: record and AcceptanceRecord(**record) for name, record in row["records"].items()}
+        rows[row["id"]] = row
+    return rows
+
+
+def write_rows(path: str | None, rows: dict[str, dict], run: dict) -> None:
+    """Writes all rows anew, whole or not at all."""
+    if path is None:
+        return
+    lines = []
+    for row in rows.values():
+        records = {name: record and vars(record) for name, record in row["records"].items()}
+        ids = {name: value.tolist() for name, value in row["ids"].items()}
+        lines.append(json.dumps({"run": run, **row, "records": records, "ids": ids}) + "\n")
+    scratch = Path(f"{path}.part")
+    scratch.write_text("".join(lines), encoding="utf-8")
+    scratch.replace(path)
+
+
 def report(rows: list[dict], args: argparse.Namespace) -> str:
     """Provenance, then figures over all prompts and benchmark by benchmark."""
     lines = [f"{key}: {value}" for key, value in provenance(args).items()]
@@ -120,7 +148,7 @@ def report(rows: list[dict], args: argparse.Namespace) -> str:
         chosen = [row for row in rows if group in ("all", row["benchmark"])]
         plain = statistics.median(row["tokens_per_s"]["plain"] for row in chosen)
         lines += [f"\n{group}: {len(chosen)} prompts", f"  plain    decode {plain:.1f} tokens/s (median)"]
-        arms = [name for name in rows[0]["records"] if name != "plain"]
+        arms = [name for name in ARMS[1:] if name in rows[0]["records"]]
         lines += [arm_report(name, chosen) for name in arms]
         for other in arms[1:]:
             pair = [[row["records"][name] for row in chosen] for name in ("refined", other)]
@@ -133,22 +161,23 @@ def arm_report(name: str, rows: list[dict]) -> str:
     """Pooled acceptance, median speed and ratio, and where the time of the decode phase went."""
     records = [row["records"][name] for row in rows]
     pooled = sum(records[1:], start=records[0])
-    ratio = statistics.median(row["tokens_per_s"][name] / row["tokens_per_s"]["plain"] for row in rows)
+    together = [row for row in rows if row["session"][name] == row["session"]["plain"]]
+    ratios = [row["tokens_per_s"][name] / row["tokens_per_s"]["plain"] for row in together]
+    # Speeds of runs at different times cannot be compared.
+    ratio = f"{statistics.median(ratios):.2f} x plain (medians)" if ratios else "not timed beside plain"
     speed = statistics.median(row["tokens_per_s"][name] for row in rows)
     seconds = {part: sum(row["parts"][name][part] for row in rows) for part in (*PARTS, "rest")}
     share = ", ".join(f"{part} {value / sum(seconds.values()):.1%}" for part, value in seconds.items())
     return (
         f"  {name:8s} acceptance length {pooled.acceptance_length:.3f} over {pooled.num_cycles} cycles; decode "
-        f"{speed:.1f} tokens/s, {ratio:.2f} x plain (medians); time: {share}"
+        f"{speed:.1f} tokens/s, {ratio}; time: {share}"
     )
 
 
 def agreement(rows: list[dict], judge) -> str:
     """Counts texts that equal plain generate, first differences that are near ties, and others."""
     lines = []
-    for name in rows[0]["ids"]:
-        if name == "plain":
-            continue
+    for name in [name for name in ARMS[1:] if name in rows[0]["ids"]]:
         counts = {"equal": 0, "near tie": 0, "OTHER": 0}
         for row in rows:
             found = first_difference(judge, row["prompt_length"], row["ids"]["plain"], row["ids"][name])
@@ -166,7 +195,7 @@ def main() -> None:
     parser.add_argument("--start", type=int, default=0, help="first prompt of each file")
     parser.add_argument("--limit", type=int, default=40, help="prompts of each file")
     parser.add_argument("--new", type=int, default=128, help="new tokens per prompt")
-    parser.add_argument("--output", help="JSON Lines file for one row per prompt")
+    parser.add_argument("--output", help="JSON Lines file, one row per prompt; arms that it holds are not run again")
     args = parser.parse_args()
 
     target, tokenizer = load_demo_target(report=print)
@@ -179,23 +208,21 @@ def main() -> None:
         run_arm(target, drafter, sweeps, torch.arange(3, 40)[None], 16)
 
     prompts = [prompt for name in FILES for prompt in read_prompts(Path(args.data) / name, args.limit, args.start)]
-    rows = []
+    rows = read_rows(args.output)
+    session = time.strftime("%Y-%m-%d %H:%M:%S")
     for index, prompt in enumerate(track(prompts, description="prompts")):
         ids = encode_prompt(tokenizer, prompt.turns[0], target.device)
-        row = {"id": prompt.id, "benchmark": prompt.benchmark, "prompt_length": ids.shape[1]}
-        row |= {key: {} for key in ("ids", "records", "tokens_per_s", "parts")}
-        order = list(arms)[index % len(arms) :] + list(arms)[: index % len(arms)]
-        for name in order:
+        empty = {key: {} for key in ("ids", "records", "tokens_per_s", "parts", "session")}
+        row = rows.setdefault(
+            prompt.id, {"id": prompt.id, "benchmark": prompt.benchmark, "prompt_length": ids.shape[1], **empty}
+        )
+        missing = [name for name in arms if name not in row["ids"]]
+        for name in missing[index % len(missing) :] + missing[: index % len(missing)] if missing else []:
             run, parts = run_arm(target, *arms[name], ids, args.new)
             row["ids"][name], row["records"][name], row["parts"][name] = run.ids, run.acceptance, parts
-            row["tokens_per_s"][name] = run.tokens_per_s
-        rows.append(row)
-    if args.output:
-        with open(args.output, "w", encoding="utf-8") as file:
-            for row in rows:
-                records = {name: record and vars(record) for name, record in row["records"].items()}
-                ids = {name: value.tolist() for name, value in row["ids"].items()}
-                file.write(json.dumps({**row, "records": records, "ids": ids, "run": provenance(args)}) + "\n")
+            row["tokens_per_s"][name], row["session"][name] = run.tokens_per_s, session
+        write_rows(args.output, rows, provenance(args))
+    rows = [rows[prompt.id] for prompt in prompts]
     print(report(rows, args))
     judge, _ = load_demo_target(dtype=torch.float32)
     print("\nagreement (near tie: gap <= 2^-6 of the largest logit in float32)\n" + agreement(rows, judge))
