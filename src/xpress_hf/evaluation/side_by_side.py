@@ -107,6 +107,8 @@ class SideBySide:
                 runs.append(timed_generate(self.target, ids, drafter, pane, **options))
                 pane.finish(runs[-1])
                 live.refresh()
+        if not self.console.is_terminal:
+            self.console.line()
         plain, drafted = runs
         sampled = bool(options.get("do_sample"))
         difference = None if sampled else first_difference(self.judge, ids.shape[1], plain.ids, drafted.ids)
