@@ -48,9 +48,13 @@ def load_target(
     return model.to(device).eval(), AutoTokenizer.from_pretrained(name, revision=revision)
 
 
-def load_drafter(name: str, target: PreTrainedModel) -> XPressDrafter:
+def load_drafter(name: str, target: PreTrainedModel, target_name: str, console: Console) -> XPressDrafter:
     """A drafter by folder, Hub id, or the name `demo`, in the target's dtype and on its device."""
     if name == DEMO:
+        if target_name != DEMO:
+            console.print(
+                "note: the shipped drafter learned from the target's Q4_1 weights; others accept a little less"
+            )
         return load_demo_drafter(target.dtype, target.device)
     return XPressDrafter.from_pretrained(name, dtype=target.dtype).to(target.device).eval()
 
@@ -124,7 +128,7 @@ def generate(
     console = Console(stderr=as_json)
     console.print(f"loading {target} and {drafter}", highlight=False)
     model, tokenizer = load_target(target, dtype, device, revision, console)
-    loaded = load_drafter(drafter, model)
+    loaded = load_drafter(drafter, model, target, console)
     loaded.speculation.sweeps = sweeps
     console.print(f"drafter: {loaded.describe()}", highlight=False)
     pair = SideBySide(model, tokenizer, loaded, console=console)

@@ -12,14 +12,25 @@ from xpress_hf.evaluation.side_by_side import encode_prompt
 pytestmark = [pytest.mark.demo, pytest.mark.slow]
 
 
-def compare(target, judge, tokenizer, prompts, new, **options):
+@pytest.fixture
+def compare(capsys):
+    """Runs prompts with and without the drafter and prints the counts, also in a run that passes."""
+
+    def run(*arguments, **options):
+        with capsys.disabled():
+            return compare_texts(*arguments, **options)
+
+    return run
+
+
+def compare_texts(target, judge, tokenizer, prompts, new):
     """Texts with and without the drafter: (number equal, list of first differences, record)."""
     drafter = load_demo_drafter(target.dtype)
     equal, differences, record = 0, [], None
     for prompt in prompts:
         ids = encode_prompt(tokenizer, prompt, target.device)
         plain = target.generate(ids, max_new_tokens=new, do_sample=False)[0]
-        found = target.generate(ids, assistant_model=drafter, max_new_tokens=new, do_sample=False, **options)[0]
+        found = target.generate(ids, assistant_model=drafter, max_new_tokens=new, do_sample=False)[0]
         difference = first_difference(judge, ids.shape[1], plain, found)
         equal += difference is None
         differences += [difference] if difference is not None else []
@@ -35,14 +46,14 @@ def worded(prompt_files, count):
     return [prompt.turns[0] for name in names for prompt in read_prompts(prompt_files / name, count)]
 
 
-def test_float32_ids_equal_plain_generate(demo_targets, prompt_files):
+def test_float32_ids_equal_plain_generate(compare, demo_targets, prompt_files):
     exact, _, tokenizer = demo_targets
     _, differences, record = compare(exact, exact, tokenizer, worded(prompt_files, 10), new=32)
     assert all(difference.relative_gap <= FLOAT32_TIE for difference in differences)
     assert record.acceptance_length > 1.5, "drafts must be accepted, else nothing inside a block was tested"
 
 
-def test_half_precision_differs_at_near_ties_only(demo_targets, prompt_files):
+def test_half_precision_differs_at_near_ties_only(compare, demo_targets, prompt_files):
     exact, low, tokenizer = demo_targets
     _, differences, _ = compare(low, exact, tokenizer, worded(prompt_files, 5), new=64)
     assert all(difference.relative_gap <= HALF_PRECISION_TIE for difference in differences)
