@@ -137,8 +137,8 @@ class OracleDrafter(XPressDrafter):
     continuation: list[int]
     is_wrong: Callable[[int], bool] = staticmethod(lambda position: False)
 
-    def draft_block(self, target, known_ids, context_hidden_states, cache, choose=None):
-        super().draft_block(target, known_ids, context_hidden_states, cache)
+    def draft_block(self, target, known_ids, context_hidden_states, cache, choose=None, **kwargs):
+        super().draft_block(target, known_ids, context_hidden_states, cache, **kwargs)
         anchor = cache.get_seq_length()
         logits = torch.full((1, self.config.num_draft_tokens, target.config.vocab_size), -20.0)
         for slot in range(self.config.num_draft_tokens):

@@ -32,6 +32,7 @@ def quiet_target():
         ({"vocab_size": 80}, ["vocab_size", "80", "64"]),
         ({"target_layer_ids": [0, 7], "num_target_layers": 8}, ["target_layer_ids", "7", "3"]),
         ({"target_layer_ids": [0, 2]}, ["target_layer_ids", "2", "cannot be tapped"]),
+        ({"num_target_layers": 36}, ["num_target_layers", "36", "3"]),
         ({"vocab_size": None, "refiner": None, "mask_token_id": 64}, ["mask_token_id", "64"]),
     ],
 )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import set_seed
+from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from tests.conftest import FAMILIES, OracleDrafter, build_config, build_drafter, build_target, plain, prompt
 from xpress_hf.modeling.drafter import BlockDraft
@@ -224,3 +225,48 @@ def test_joint_law_of_two_tokens_in_a_batch(temperature):
     chi_square = float((rows * (counts / rows - law).square() / law).sum())
     # 124 degrees of freedom: mean 124, standard deviation 15.7.
     assert chi_square < 124 + 4 * 15.7
+
+
+@pytest.mark.parametrize("hole", ["inside", "right"])
+def test_padding_that_is_not_on_the_left_is_refused(target, hole):
+    ids, mask, _ = ragged((9, 9))
+    mask[0, 4 if hole == "inside" else -1] = 0
+    with pytest.raises(ValueError, match="padding on the left"):
+        target.generate(ids, attention_mask=mask, assistant_model=build_drafter(), max_new_tokens=4, pad_token_id=0)
+
+
+def test_arguments_with_something_per_token_are_refused_by_name():
+    target = build_target("gpt2")
+    ids, mask, _ = ragged((9, 9))
+    with pytest.raises(ValueError, match="token_type_ids"):
+        target.generate(
+            ids,
+            attention_mask=mask,
+            token_type_ids=torch.ones_like(ids),
+            assistant_model=build_drafter(),
+            max_new_tokens=4,
+            pad_token_id=0,
+        )
+
+
+class RowLimit(StoppingCriteria):
+    """Keeps one limit per row of the batch."""
+
+    def __init__(self, limits):
+        self.limits = torch.tensor(limits)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= self.limits
+
+
+def test_a_criterion_with_a_limit_per_row(target):
+    ids, mask, _ = ragged((9, 6))
+    rules = StoppingCriteriaList([RowLimit([14, 22])])
+    options = {"attention_mask": mask, "max_new_tokens": 30, "do_sample": False, "pad_token_id": 0, "eos_token_id": 62}
+    expected = target.generate(ids, stopping_criteria=rules, **options)
+    out = target.generate(ids, stopping_criteria=rules, assistant_model=build_drafter(), **options)
+    assert torch.equal(out, expected)
+    with pytest.raises(ValueError, match="stopping_criteria"):
+        target.generate(
+            ids, stopping_criteria=rules, assistant_model=build_drafter(), **{**options, "eos_token_id": None}
+        )

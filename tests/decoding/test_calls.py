@@ -5,12 +5,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import GenerationConfig
-from transformers.generation import GenerationMixin
+from transformers import GenerationConfig, SynthIDTextWatermarkingConfig
+from transformers.generation import (
+    EosTokenCriteria,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    SuppressTokensLogitsProcessor,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import xpress_hf
-from tests.conftest import build_drafter, build_target, plain, prompt
+from tests.conftest import OracleDrafter, build_drafter, build_target, plain, prompt
 
 LOOP_REFUSES_STATIC = "Static cache" in inspect.getsource(GenerationMixin._assisted_decoding)
 
@@ -136,3 +143,84 @@ def test_embeddings_without_ids_are_refused_by_name(target, drafter):
     expected = plain(target, ids, max_new_tokens=16)
     out = target.generate(ids, inputs_embeds=embeds, assistant_model=drafter, max_new_tokens=16, do_sample=False)
     assert torch.equal(out, expected)
+
+
+def oracle_for(target, ids, new=30):
+    drafter = build_drafter(kind=OracleDrafter)
+    drafter.continuation = plain(target, ids, max_new_tokens=new + 16)[0].tolist()
+    return drafter
+
+
+@pytest.mark.parametrize("loop", ["own", "stock"])
+@pytest.mark.parametrize("kind", ["end", "length", "sampled end"])
+def test_criteria_of_the_user_take_the_place_of_the_defaults(target, loop, kind):
+    """An end id or a length that only a criterion object knows stops the text inside a block."""
+    ids = prompt()
+    drafter = oracle_for(target, ids)
+    drafter.speculation.loop = loop
+    new = drafter.continuation[ids.shape[1] :]
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    if kind == "sampled end":
+        options |= {"do_sample": True, "top_k": 1, "eos_token_id": new[4]}
+    rule = MaxLengthCriteria(14) if kind == "length" else EosTokenCriteria(eos_token_id=new[4])
+    rules = StoppingCriteriaList([rule])
+    expected = target.generate(ids, stopping_criteria=rules, **options)
+    out = target.generate(ids, stopping_criteria=rules, assistant_model=drafter, **options)
+    assert torch.equal(out, expected)
+    assert out.shape[1] == 14
+
+
+def test_a_longer_length_criterion_than_the_budget_is_refused(target, drafter):
+    rules = StoppingCriteriaList([MaxLengthCriteria(50)])
+    with pytest.raises(ValueError, match="MaxLengthCriteria"):
+        target.generate(prompt(), stopping_criteria=rules, assistant_model=drafter, max_new_tokens=5)
+
+
+class BansLast(SuppressTokensLogitsProcessor):
+    """A subclass of a warper that ignores ids, which looks at them all the same."""
+
+    def __init__(self):
+        super().__init__([0])
+
+    def __call__(self, input_ids, scores):
+        return scores.scatter(-1, input_ids[:, -3:], -torch.inf)
+
+
+@pytest.mark.parametrize("loop", ["own", "stock"])
+def test_a_subclass_of_a_position_free_warper_sees_every_place(target, loop):
+    ids = prompt()
+    options = {"logits_processor": LogitsProcessorList([BansLast()]), "max_new_tokens": 30, "do_sample": False}
+    expected = target.generate(ids, **options)
+    drafter = build_drafter(kind=OracleDrafter)
+    drafter.continuation, drafter.speculation.loop = expected[0].tolist(), loop
+    assert torch.equal(target.generate(ids, assistant_model=drafter, **options), expected)
+
+
+@pytest.mark.parametrize("loop", ["own", "stock"])
+def test_a_law_with_nothing_to_draw_ends_the_draft(target, loop):
+    drafter = build_drafter()
+    drafter.speculation.top_candidates, drafter.speculation.loop = 1, loop
+    out = target.generate(
+        prompt(), assistant_model=drafter, do_sample=True, max_new_tokens=20, suppress_tokens=list(range(0, 60, 2))
+    )
+    assert not [token for token in out[0, 9:].tolist() if token < 60 and token % 2 == 0]
+
+
+def test_processors_with_a_memory_are_refused(target, drafter):
+    config = SynthIDTextWatermarkingConfig(keys=[1, 2, 3, 4], ngram_len=3)
+    with pytest.raises(ValueError, match="SynthID"):
+        target.generate(prompt(), assistant_model=drafter, watermarking_config=config, max_new_tokens=4)
+
+
+def test_a_confidence_threshold_is_refused_by_name(target, drafter):
+    with pytest.raises(ValueError, match="assistant_confidence_threshold"):
+        target.generate(prompt(), assistant_model=drafter, assistant_confidence_threshold=0.9, max_new_tokens=4)
+
+
+def test_a_compiled_drafter_is_recognised(target, drafter):
+    ids = prompt()
+    wrapped = torch.compile(drafter, backend="eager")
+    assert torch.equal(
+        target.generate(ids, assistant_model=wrapped, max_new_tokens=12, do_sample=False),
+        plain(target, ids, max_new_tokens=12),
+    )

@@ -132,7 +132,7 @@ def test_an_interrupted_reading_goes_on_where_it_stopped(tmp_path):
     assert write_features(target, texts, tmp_path / "whole", [0, 1], batch_size=2) == 5
     write_features(target, texts[:2], tmp_path / "cut", [0, 1], batch_size=2)
     with open(tmp_path / "cut" / "features.bin", "ab") as rows, open(tmp_path / "cut" / "index.jsonl", "a") as index:
-        rows.write(b"\0" * 100)
+        rows.write(b"\1" * (7 * 3 * 2 * 32 + 100))
         index.write('{"input_ids": [1, 2')
     assert write_features(target, texts, tmp_path / "cut", [0, 1], batch_size=2) == 5
     whole, cut = FeatureDataset(tmp_path / "whole"), FeatureDataset(tmp_path / "cut")
@@ -234,3 +234,28 @@ def test_arguments_are_checked(tmp_path, values, word):
 def test_a_drafter_without_refiner_cannot_be_trained_as_xpress(tmp_path):
     with pytest.raises(ValueError, match="refiner"):
         DrafterTrainer(build_drafter(refiner=None), arguments(tmp_path, recipe="xpress"), build_target())
+
+
+def test_texts_without_a_supervised_token(tmp_path):
+    """They train nothing and stop nothing; in a feature folder, which keeps prompt lengths, they are refused."""
+    target, drafter = build_target(), build_drafter()
+    text = {"input_ids": prompt(9)[0], "loss_mask": torch.zeros(9, dtype=torch.long)}
+    trainer = DrafterTrainer(drafter, arguments(tmp_path), target)
+    loss = trainer.compute_loss(drafter, BlockCollator(drafter.config, 4)([text]))
+    assert loss.item() == 0
+    with pytest.raises(ValueError, match="no supervised token"):
+        write_features(target, [text], tmp_path / "features", [0, 1])
+
+
+def test_features_of_other_taps_are_refused(tmp_path):
+    target, drafter = build_target(), build_drafter()
+    write_features(target, [text_of(prompt(9)[0], 3)], tmp_path / "features", [1, 0])
+    with pytest.raises(ValueError, match="target_layer_ids"):
+        DrafterTrainer(drafter, arguments(tmp_path), target, train_dataset=FeatureDataset(tmp_path / "features"))
+
+
+def test_adapters_on_parts_of_the_refiner_that_would_have_no_effect(tmp_path):
+    peft = pytest.importorskip("peft")
+    drafter = peft.get_peft_model(build_drafter(), peft.LoraConfig(target_modules=["readout"], r=2))
+    with pytest.raises(ValueError, match=r"refiner\.readout"):
+        build_target().generate(prompt(), assistant_model=drafter, max_new_tokens=8, do_sample=False)

@@ -7,7 +7,7 @@ distance of their tokens in every row, which is what window masks count. Columns
 from __future__ import annotations
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 
 def keep_columns(cache: Cache, columns: torch.Tensor) -> None:
@@ -46,9 +46,10 @@ def ragged_cache(cache: Cache) -> Cache:
     Raises:
         ValueError: the cache holds tokens already or has a fixed size.
     """
-    if not isinstance(cache, DynamicCache) or cache.get_seq_length() > 0:
+    plain = isinstance(cache, DynamicCache) and not getattr(cache, "offloading", False)
+    if not plain or not all(isinstance(layer, DynamicLayer) for layer in cache.layers) or cache.get_seq_length() > 0:
         raise ValueError(
-            f"`past_key_values`: a batch with a drafter needs an empty dynamic cache, got {type(cache).__name__} with "
-            f"{cache.get_seq_length()} tokens; leave the argument and `cache_implementation` out."
+            f"`past_key_values`: a batch with a drafter needs an empty dynamic cache of keys and values, got "
+            f"{type(cache).__name__} with {cache.get_seq_length()} tokens; leave it and `cache_implementation` out."
         )
     return DynamicCache()

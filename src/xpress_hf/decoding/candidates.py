@@ -41,8 +41,32 @@ POSITION_FREE = (
     TypicalLogitsWarper,
 )
 
-# Rules that the loop and the draft length take care of.
-LENGTH_RULES = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
+
+class StopRules:
+    """Stopping criteria of a call, sorted by what a loop has to do about them. A criterion that the user gave has
+    taken the place of the default one of its type, so the list alone counts, not the config.
+
+    end_ids: ids that end a text. max_length: longest text. others: judged text by text, `MaxTimeCriteria` left out.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, config: GenerationConfig):
+        ends = [rule.eos_token_id.flatten() for rule in criteria if isinstance(rule, EosTokenCriteria)]
+        self.end_ids = torch.cat(ends) if ends else None
+        lengths = [rule.max_length for rule in criteria if isinstance(rule, MaxLengthCriteria)]
+        if lengths and min(lengths) > config.max_length:
+            raise ValueError(
+                f"`stopping_criteria`: a `MaxLengthCriteria` of {min(lengths)} exceeds the call's `max_length` "
+                f"{config.max_length}; raise `max_new_tokens` or leave the criterion out."
+            )
+        self.max_length = min([config.max_length, *lengths])
+        known = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
+        self.others = [rule for rule in criteria if not isinstance(rule, known)]
+        self.times = [rule for rule in criteria if isinstance(rule, MaxTimeCriteria)]
+
+
+def position_free(processors: LogitsProcessorList) -> bool:
+    """Whether all slots of a block may go through the processors in one call. Subclasses may look at the ids."""
+    return all(type(processor) in POSITION_FREE for processor in processors)
 
 
 class SlotChooser:
@@ -72,6 +96,7 @@ class SlotChooser:
         self.forbidden_ids = forbidden_ids
         self.noise: torch.Tensor | None = None
         self.laws: torch.Tensor | None = None
+        self.num_usable = 0
 
     def __call__(self, logits: torch.Tensor, draft_ids: torch.Tensor | None) -> torch.Tensor:
         """logits [1, D, V]; draft_ids [1, D] of the previous sweep, `None` in the seed -> ids [1, D]."""
@@ -79,11 +104,12 @@ class SlotChooser:
         logits = logits.to(self.input_ids.device)
         if self.do_sample and self.noise is None:
             self.noise = torch.empty_like(logits, dtype=torch.float32).exponential_()
-        if all(isinstance(processor, POSITION_FREE) for processor in self.processors):
+        self.num_usable = logits.shape[1]
+        if position_free(self.processors):
             rows = logits[0]
             if self.processors:
                 rows = self.processors(self.input_ids.expand(rows.shape[0], -1), rows.float())
-            self.laws = self._forbid(rows)[None]
+            self.laws = self._forbid(rows, 0)[None]
             return self._pick(self.laws, self.noise).to(device)
         return self._slot_by_slot(logits, draft_ids).to(device)
 
@@ -95,20 +121,24 @@ class SlotChooser:
                 chosen if draft_ids is None else list(draft_ids[:, :slot].to(self.input_ids.device).split(1, dim=1))
             )
             prefix = torch.cat([self.input_ids, *before[:slot]], dim=1)
-            law = self._forbid(self.processors(prefix, logits[:, slot].float().clone()))
+            law = self._forbid(self.processors(prefix, logits[:, slot].float().clone()), slot)
             noise = None if self.noise is None else self.noise[:, slot]
             laws.append(law)
             chosen.append(self._pick(law, noise)[:, None])
         self.laws = torch.stack(laws, dim=1)
         return torch.cat(chosen, dim=1)
 
-    def _forbid(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.forbidden_ids is None or not len(self.forbidden_ids):
+    def _forbid(self, rows: torch.Tensor, first_slot: int) -> torch.Tensor:
+        """Laws without forbidden ids. Where nothing is left to draw, the draft has to end before that slot; which
+        slot that is depends on earlier slots only, so the cut biases no law."""
+        if not self.do_sample:
             return rows
-        masked = rows.index_fill(-1, self.forbidden_ids.to(rows.device), -torch.inf)
-        # A law that consists of forbidden ids only stays as it is: there is nothing else to draw.
-        empty = ~torch.isfinite(masked).any(dim=-1, keepdim=True)
-        return torch.where(empty, rows, masked)
+        if self.forbidden_ids is not None and len(self.forbidden_ids):
+            rows = rows.index_fill(-1, self.forbidden_ids.to(rows.device), -torch.inf)
+        empty = ~torch.isfinite(rows).any(dim=-1)
+        if bool(empty.any()):
+            self.num_usable = min(self.num_usable, first_slot + int(empty.nonzero()[0]))
+        return rows
 
     def _pick(self, laws: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
         if noise is None:
@@ -149,10 +179,8 @@ class XPressCandidateGenerator(CandidateGenerator):
         states = True if everything else tap_request(drafter.config.target_layer_ids)
         self.model_kwargs_overrides = {"output_hidden_states": states}
         self.processors = logits_processor
-        self.max_length = generation_config.max_length
-        end_ids = getattr(generation_config, "_eos_token_tensor", None)
-        self.end_ids = None if end_ids is None else end_ids.flatten()
-        self.stop_rules = [rule for rule in stopping_criteria if not isinstance(rule, LENGTH_RULES)]
+        rules = StopRules(stopping_criteria, generation_config)
+        self.max_length, self.end_ids, self.stop_rules = rules.max_length, rules.end_ids, rules.others
         self.do_sample = bool(generation_config.do_sample)
         self.draws_draft = self.do_sample and not self.stop_rules
         self.draft_limit = draft_limit(drafter, generation_config)
@@ -183,7 +211,9 @@ class XPressCandidateGenerator(CandidateGenerator):
             self.target, self._known_ids(input_ids, attention_mask), context, self.cache, chooser
         )
         draft_ids = draft.ids.to(input_ids.device)[:, :room]
-        if not self.draws_draft:
+        if self.draws_draft:
+            draft_ids = draft_ids[:, : chooser.num_usable]
+        else:
             draft_ids = draft_ids[:, : self._length_before_stop(input_ids, draft_ids)]
         self._num_drafted = draft_ids.shape[1]
         self.candidate_ids = torch.cat([input_ids, draft_ids], dim=1)

@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.generation import GenerationMixin, StoppingCriteriaList
+from transformers.generation import (
+    GenerationMixin,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 
 from ..modeling.drafter import XPressDrafter, is_drafter, unwrap_drafter
@@ -86,6 +92,12 @@ def check_options(model: Any, mode: GenerationMode, config: GenerationConfig, op
             f"`guidance_scale`={config.guidance_scale}: its processor keeps a cache of its own that a rejected draft "
             "would spoil; remove it or `assistant_model`."
         )
+    threshold = config.assistant_confidence_threshold
+    if threshold not in (None, GenerationConfig._get_default_generation_params()["assistant_confidence_threshold"]):
+        raise ValueError(
+            f"`assistant_confidence_threshold`={threshold}: not available for block drafters yet; remove it, or set "
+            "`num_assistant_tokens`."
+        )
     if options.get("assistant_tokenizer") is not None:
         raise ValueError("`assistant_tokenizer`: a drafter shares the target's vocabulary; remove the argument.")
     if getattr(model, "_is_stateful", False):
@@ -93,6 +105,20 @@ def check_options(model: Any, mode: GenerationMode, config: GenerationConfig, op
             f"{type(model).__name__} keeps a recurrent state that cannot be rolled back after a rejected draft; its "
             "cache cannot be cropped. Generate without `assistant_model`."
         )
+
+
+# Processors that remember the texts they were called with, so that rejected drafts would spoil them.
+_STATEFUL = (SynthIDTextWatermarkLogitsProcessor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
+def check_processors(processors: LogitsProcessorList) -> None:
+    """Raises `ValueError` for processors whose result depends on more than ids and scores."""
+    for processor in processors:
+        if isinstance(processor, _STATEFUL):
+            raise ValueError(
+                f"`logits_processor`: {type(processor).__name__} remembers what it saw, and a rejected draft would "
+                "spoil that; remove it or `assistant_model`."
+            )
 
 
 def _validate(original: Any, self: Any, mode: GenerationMode, config: GenerationConfig, options: dict) -> None:
@@ -118,14 +144,17 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
             "`past_key_values`: the drafter has no hidden states for a prefix that is only in the cache; call "
             "generate() with the ids alone, or without `assistant_model`."
         )
+    names = ("logits_processor", "stopping_criteria", "generation_config")
+    kwargs.update(zip(names, args, strict=False))
+    check_processors(kwargs["logits_processor"])
     drafter = unwrap_drafter(assistant)
     if input_ids.shape[0] > 1 or drafter.speculation.loop == "own":
-        return _decode_rows(self, drafter, input_ids, *args, **kwargs)
+        return _decode_rows(self, drafter, input_ids, **kwargs)
     call = _Call(drafter, kwargs["stopping_criteria"])
     kwargs["stopping_criteria"] = _CommittedOnly(call.stopping_criteria, call)
     token = _current_call.set(call)
     try:
-        output = original(self, input_ids, *args, **kwargs)
+        output = original(self, input_ids, **kwargs)
     finally:
         _current_call.reset(token)
     call.drafter.last_acceptance = call.generator.record
@@ -146,10 +175,8 @@ _LOOP_ARGUMENTS = (
 )
 
 
-def _decode_rows(model: Any, drafter: XPressDrafter, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def _decode_rows(model: Any, drafter: XPressDrafter, input_ids: torch.Tensor, **kwargs: Any) -> Any:
     """One or many sequences in our own loop."""
-    names = ("logits_processor", "stopping_criteria", "generation_config")
-    kwargs.update(zip(names, args, strict=False))
     config, streamer = kwargs["generation_config"], kwargs.get("streamer")
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):

@@ -16,10 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import (
-    EosTokenCriteria,
     GenerateDecoderOnlyOutput,
     LogitsProcessorList,
-    MaxLengthCriteria,
     StoppingCriteriaList,
 )
 
@@ -27,7 +25,7 @@ from ..modeling.backbone import additive_mask, context_visibility
 from ..modeling.drafter import XPressDrafter
 from .acceptance import AcceptanceRecord
 from .caches import aligned_columns, keep_columns, keep_rows, ragged_cache
-from .candidates import POSITION_FREE, SlotChooser, draft_limit
+from .candidates import SlotChooser, StopRules, draft_limit, position_free
 from .target import Target, tap_request, taps
 from .verification import match, token_rejection
 
@@ -73,7 +71,7 @@ class RowChoosers:
     """A `SlotChooser` per row; see there. Called with logits [R, D, V]."""
 
     def __init__(self, rows: list[Row], processors: LogitsProcessorList, do_sample: bool):
-        free = all(isinstance(processor, POSITION_FREE) for processor in processors)
+        free = position_free(processors)
         self.choosers = [
             SlotChooser(row.ids[None], processors if free else LogitsProcessorList([row.processors]), do_sample, None)
             for row in rows
@@ -92,7 +90,12 @@ class RowChoosers:
     @property
     def laws(self) -> torch.Tensor:
         """Laws the drafts were drawn from, as probabilities. [R, D, V]"""
-        return torch.cat([chooser.laws for chooser in self.choosers]).float().softmax(dim=-1)
+        return torch.cat([chooser.laws for chooser in self.choosers]).float().softmax(dim=-1).nan_to_num(0.0)
+
+    @property
+    def num_usable(self) -> torch.Tensor:
+        """Slots before the first without anything to draw. [R]"""
+        return torch.tensor([chooser.num_usable for chooser in self.choosers])
 
 
 class Context:
@@ -132,6 +135,14 @@ class Context:
         )
 
 
+def check_forward_arguments(model_kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for arguments of the target's forward that hold something per token or row: the loop
+    would have to extend them with every token and drop rows from them."""
+    for name, value in model_kwargs.items():
+        if isinstance(value, torch.Tensor | list | tuple) and name not in ("attention_mask", "position_ids"):
+            raise ValueError(f"`{name}`: a batch with a drafter does not serve it yet; generate row by row.")
+
+
 class DecodingLoop:
     """One generate() call.
 
@@ -156,15 +167,28 @@ class DecodingLoop:
         self.target = Target.for_drafter(model, drafter.config)
         self.processors = processors
         self.do_sample = bool(config.do_sample)
-        end_ids = getattr(config, "_eos_token_tensor", None)
-        self.end_ids = set() if end_ids is None else set(end_ids.flatten().tolist())
-        self.rules = [rule for rule in criteria if not isinstance(rule, EosTokenCriteria | MaxLengthCriteria)]
+        rules = StopRules(criteria, config)
+        self.end_ids = set() if rules.end_ids is None else set(rules.end_ids.tolist())
+        self.max_length = rules.max_length
+        self.rules = [*rules.others, *rules.times]
+        self.batch = len(input_ids)
+        if rules.others and not self.end_ids and self.batch > 1:
+            raise ValueError(
+                "`stopping_criteria`: without an end id plain generate goes on with rows that a criterion has stopped "
+                "until all have; set `eos_token_id` or generate row by row."
+            )
+        check_forward_arguments(model_kwargs)
         self.draft_limit = draft_limit(drafter, config)
         self.cache_name = "cache" if "cache" in model_kwargs else "past_key_values"
         self.model_kwargs = {**model_kwargs, self.cache_name: ragged_cache(model_kwargs[self.cache_name])}
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         mask = model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
+        if mask.shape != input_ids.shape or bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
+            raise ValueError(
+                "`attention_mask`: a batch with a drafter takes padding on the left only; set "
+                "`tokenizer.padding_side='left'`."
+            )
         pads = (mask.cumsum(dim=1) == 0).sum(dim=1).tolist()
         self.rows = [
             Row(index, ids, pad, RowProcessors(processors, index, len(input_ids)))
@@ -191,6 +215,11 @@ class DecodingLoop:
         input_ids = torch.stack([row.ids for row in self.rows])
         inputs = self.model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **self.model_kwargs)
         inputs["output_hidden_states"] = tap_request(self.layers)
+        if inputs.get("position_ids") is not None and inputs["position_ids"].dim() > 2:
+            raise ValueError(
+                f"{type(self.model).__name__} has positions of several axes, which a batch with a drafter does not "
+                "serve yet; generate row by row."
+            )
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             inputs["logits_to_keep"] = 1
         outputs = self.model(**inputs)
@@ -212,12 +241,13 @@ class DecodingLoop:
 
     def _cycle(self) -> None:
         device = self.rows[0].ids.device
-        room = torch.tensor([self.config.max_length - len(row.ids) - 1 for row in self.rows], device=device)
+        room = torch.tensor([self.max_length - len(row.ids) - 1 for row in self.rows], device=device)
         lengths = room.clamp(min=0, max=self.draft_limit)
         width = int(lengths.max())
         laws = None
         if width:
-            draft_ids, laws = self._draft()
+            draft_ids, laws, usable = self._draft()
+            lengths = torch.minimum(lengths, usable.to(device))
             draft_ids, laws = draft_ids[:, :width], None if laws is None else laws[:, :width]
         else:
             draft_ids = torch.zeros(len(self.rows), 0, dtype=torch.long, device=device)
@@ -229,8 +259,8 @@ class DecodingLoop:
         logits = outputs.logits.to(device, torch.float32)
         self._commit(draft_ids, laws, lengths, logits, states, starts[:, None] + steps)
 
-    def _draft(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Drafts of all rows [R, D] and, when sampling, the laws they were drawn from [R, D, V]."""
+    def _draft(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Drafts of all rows [R, D], when sampling the laws they were drawn from [R, D, V], and how many count [R]."""
         config, context = self.drafter.config, self.context
         device = self.rows[0].ids.device
         starts = torch.tensor([row.length - 1 for row in self.rows], device=device)
@@ -256,7 +286,9 @@ class DecodingLoop:
             attention_mask=masks,
         )
         context.compact()
-        return draft.ids.to(device), choosers.laws if self.do_sample else None
+        if not self.do_sample:
+            return draft.ids.to(device), None, torch.full((len(self.rows),), draft.ids.shape[1])
+        return draft.ids.to(device), choosers.laws, choosers.num_usable
 
     def _verify(self, tokens: torch.Tensor) -> Any:
         """One forward of the target over anchors and drafts [R, N]."""
@@ -280,7 +312,7 @@ class DecodingLoop:
         if not self.processors:
             return logits
         judged = torch.empty_like(logits)
-        free = all(isinstance(processor, POSITION_FREE) for processor in self.processors)
+        free = position_free(self.processors)
         for number, row in enumerate(self.rows):
             if free:
                 ids = row.ids[None].expand(logits.shape[1], -1)
@@ -343,9 +375,11 @@ class DecodingLoop:
         """Number of new tokens up to the first at which plain decoding would stop, and whether there is one."""
         for count in range(1, len(new) + 1):
             text = torch.cat([row.ids, new[:count]])
-            if len(text) >= self.config.max_length or int(new[count - 1]) in self.end_ids:
+            if len(text) >= self.max_length or int(new[count - 1]) in self.end_ids:
                 return count, True
-            if any(bool(rule(text[None], None).all()) for rule in self.rules):
+            # A criterion may keep something per row of the batch: its own place is read.
+            shown = text.expand(self.batch, -1)
+            if any(bool(rule(shown, None)[row.index]) for rule in self.rules):
                 return count, True
         return len(new), False
 

@@ -126,6 +126,11 @@ def check_pair(model: PreTrainedModel, config: XPressConfig) -> None:
             f"`target_layer_ids` {config.target_layer_ids}: layer {max(config.target_layer_ids)} is out of range; the "
             f"target has {layers} layers and the last one cannot be tapped (highest allowed: {layers - 2})."
         )
+    if config.num_target_layers is not None and config.num_target_layers != layers:
+        raise ValueError(
+            f"`num_target_layers`: the drafter was made for a target of {config.num_target_layers} layers, this one "
+            f"has {layers}. Load the drafter that belongs to this target."
+        )
     if config.vocab_size is not None and config.refiner is not None and config.vocab_size != rows:
         raise ValueError(
             f"`vocab_size`: the refiner was trained for {config.vocab_size} tokens, the target has {rows}."

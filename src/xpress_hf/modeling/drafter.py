@@ -248,5 +248,9 @@ def is_drafter(model: Any) -> bool:
 
 
 def unwrap_drafter(model: Any) -> Any:
+    """The drafter inside `torch.compile`, data-parallel and PEFT wrappers; other objects as they are."""
+    for name in ("_orig_mod", "module"):
+        if isinstance(inner := getattr(model, name, None), nn.Module):
+            model = inner
     get_base_model = getattr(model, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else model

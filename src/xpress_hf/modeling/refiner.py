@@ -67,6 +67,12 @@ class CausalRefiner(nn.Module):
             raise ValueError(
                 f"`hidden_states` must hold blocks of {self.mixer.shape[-1]} slots, got {hidden_states.shape[1]}."
             )
+        for name in ("token_embed", "in_proj", "readout"):
+            if type(getattr(self, name)) not in (nn.Embedding, nn.Linear):
+                raise ValueError(
+                    f"`refiner.{name}` is wrapped ({type(getattr(self, name)).__name__}), but its weight is read in "
+                    "parts, so the wrapper would have no effect; exclude it from adapters and quantisation."
+                )
         rank = self.in_proj.out_features
         cache = self.hidden_cache(hidden_states)
         return RefinerState(F.linear(cache, self.in_proj.weight[:, : 2 * rank]), self.fold_mixer())

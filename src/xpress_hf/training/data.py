@@ -95,5 +95,7 @@ class BlockCollator:
         lengths = torch.tensor([len(text["input_ids"]) for text in texts])
         batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
         drawn = [draw_anchors(text["loss_mask"], self.num_anchors, self.config) for text in texts]
+        # A batch whose texts have no anchor at all still holds one place for a block, an empty one.
+        drawn[0] = torch.nn.functional.pad(drawn[0], (0, int(not any(len(one) for one in drawn))), value=-1)
         batch["anchors"] = torch.nn.utils.rnn.pad_sequence(drawn, batch_first=True, padding_value=-1)
         return batch

@@ -62,6 +62,7 @@ class FeatureWriter:
         end = sum(line["rows"] for line in lines) * self.row_bytes
         self.rows = open(self.folder / "features.bin", "ab")  # noqa: SIM115 (closed by `close`)
         self.rows.truncate(end)
+        self.rows.seek(end)
         self.index = open(self.folder / "index.jsonl", "a", encoding="utf-8")  # noqa: SIM115
 
     def add(self, input_ids: list[int], prompt_length: int, states: torch.Tensor) -> None:
@@ -132,6 +133,11 @@ def write_features(
                 target_states(model, ids.to(model.device), mask.to(model.device), target_layer_ids), dim=-1
             )
             for text, rows in zip(batch, states.cpu(), strict=True):
+                if not bool(text["loss_mask"].any()):
+                    raise ValueError(
+                        f"Text number {writer.num_texts} has no supervised token: its answer is empty or cut away by "
+                        "`max_length`; leave it out."
+                    )
                 prompt_length = int(text["loss_mask"].argmax())
                 writer.add(text["input_ids"].tolist(), prompt_length, rows[: len(text["input_ids"]) - 1])
             count += len(batch)

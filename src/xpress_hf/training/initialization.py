@@ -30,7 +30,8 @@ def config_for_target(
         "head_dim",
     )
     values = {name: getattr(config, name, None) for name in (*copied, "rms_norm_eps", "max_position_embeddings")}
-    rope = dict(config.rope_parameters or {})
+    values |= {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    rope = dict(getattr(config, "rope_parameters", None) or {})
     values |= {
         "rope_parameters": {"rope_type": "default", "rope_theta": float(rope.get("rope_theta", 10000.0))},
         "num_target_layers": config.num_hidden_layers,
@@ -48,7 +49,8 @@ def target_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
     """
     decoder = model.get_decoder()
     layers = getattr(decoder, "layers", None)
-    if layers is None or not hasattr(layers[0], "self_attn") or not hasattr(layers[0].self_attn, "q_proj"):
+    has_projections = layers is not None and hasattr(getattr(layers[0], "self_attn", None), "q_proj")
+    if not has_projections or not hasattr(getattr(layers[0], "mlp", None), "gate_proj"):
         raise ValueError(
             f"{type(model).__name__}: its layers have no q/k/v projections to copy; start from random weights."
         )

@@ -14,7 +14,7 @@ from ..modeling.backbone import additive_mask
 from ..modeling.drafter import XPressDrafter, unwrap_drafter
 from .blocks import Blocks, block_visibility, cut_blocks
 from .data import BlockCollator
-from .features import target_states
+from .features import FeatureDataset, target_states
 from .losses import RECIPES, BlockTargets, LossVocabulary, Recipe, block_loss
 from .optimizer import MuonWithAdamW
 
@@ -87,6 +87,15 @@ class DrafterTrainer(Trainer):
             raise ValueError(
                 f"`recipe`={args.recipe!r} trains a refiner, but the drafter's config has `refiner`=None."
             )
+        for dataset in (kwargs.get("train_dataset"), kwargs.get("eval_dataset")):
+            if (
+                isinstance(dataset, FeatureDataset)
+                and dataset.meta.target_layer_ids != drafter.config.target_layer_ids
+            ):
+                raise ValueError(
+                    f"`target_layer_ids`: the features were read at layers {dataset.meta.target_layer_ids}, the "
+                    f"drafter taps {drafter.config.target_layer_ids}; read the features anew."
+                )
         kwargs.setdefault("data_collator", BlockCollator(drafter.config, args.num_anchors))
         super().__init__(model=model, args=args, **kwargs)
         self.model_accepts_loss_kwargs = True
@@ -198,7 +207,8 @@ class DrafterTrainer(Trainer):
         weights = blocks.weights.flatten(0, 1)[keep][:, -num_drafts:]
         labels = blocks.labels.flatten(0, 1)[keep][:, -num_drafts:]
         vocabulary = None
-        if self.args.loss_vocab_size is not None:
+        # Held-out figures are those of the whole vocabulary, as in decoding.
+        if self.args.loss_vocab_size is not None and self.model.training:
             vocabulary = LossVocabulary.draw(labels, self.target.config.vocab_size, self.args.loss_vocab_size)
         token_ids = vocabulary.ids if vocabulary else None
 
@@ -233,7 +243,9 @@ class DrafterTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Adds the mean acceptance length (bonus included) of the blocks behind these figures, bare and refined, where
         every slot is held against the text."""
-        prefix = "eval_" if any(key.startswith("eval_") for key in logs) else ""
+        prefix = "eval_" if "eval_loss" in logs else ""
+        if not prefix and "loss" not in logs:
+            return super().log(logs, *args, **kwargs)
         blocks = self._sums.pop(f"{prefix}blocks", 0.0)
         for name in ("base", "refined"):
             accepted = self._sums.pop(f"{prefix}{name}_accepted", None)
