@@ -4,12 +4,13 @@ import json
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, pipeline
 from typer.testing import CliRunner
 
 from tests.conftest import VOCAB, build_drafter, build_target
-from xpress_hf import cli
+from xpress_hf import XPressDrafter, cli
 from xpress_hf.evaluation.agreement import Difference
+from xpress_hf.training.initialization import config_for_target
 
 
 @pytest.fixture
@@ -106,6 +107,18 @@ def test_help_names_the_commands():
     _, output = invoke("--help")
     assert "demo" in output
     assert "generate" in output
+
+
+def test_a_text_generation_pipeline(folders):
+    """The drafter's config carries the vocabulary and special ids that pipelines compare."""
+    target = AutoModelForCausalLM.from_pretrained(folders[0])
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    drafter = XPressDrafter(config_for_target(target, [0, 1], 63, num_hidden_layers=1, block_size=4)).eval()
+    run = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter)
+    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    assert run("w3 w4 w5", **options) == plain("w3 w4 w5", **options)
+    assert drafter.last_acceptance.num_cycles > 0
 
 
 def test_figures_as_json(folders):

@@ -70,3 +70,19 @@ def test_a_config_written_by_hand_needs_its_keys_only(tmp_path):
         config.pop(key, None)
     (tmp_path / "config.json").write_text(json.dumps(config))
     same(XPressDrafter.from_pretrained(tmp_path), drafter)
+
+
+def test_the_generation_config_travels_with_the_drafter(tmp_path):
+    drafter = build_drafter()
+    drafter.generation_config.num_assistant_tokens = 3
+    drafter.save_pretrained(tmp_path)
+    loaded = XPressDrafter.from_pretrained(tmp_path)
+    assert loaded.generation_config.num_assistant_tokens == 3
+    build_target().generate(prompt(), assistant_model=loaded, max_new_tokens=20, do_sample=False)
+    assert max(loaded.last_acceptance.verified) == 3
+
+
+def test_the_older_name_of_dtype(tmp_path, golden):
+    build_drafter().save_pretrained(tmp_path)
+    for folder in (tmp_path, golden / "dflash_forward" / "checkpoint"):
+        assert XPressDrafter.from_pretrained(folder, torch_dtype=torch.bfloat16).dtype == torch.bfloat16

@@ -15,7 +15,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from ..configuration import XPressConfig
 from .layouts import convert_config, detect, rename
 
-_HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Checkpoint:
 
 def find_file(source: str | os.PathLike, name: str, options: dict[str, Any]) -> Path | None:
     """Path of a file of the checkpoint, fetched from the Hub where needed; `None` when the checkpoint lacks it."""
-    options = {key: options[key] for key in _HUB_OPTIONS if options.get(key) is not None}
+    options = {key: options[key] for key in HUB_OPTIONS if options.get(key) is not None}
     path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **options)
     return None if path is None else Path(path)
 

@@ -12,8 +12,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..checkpoints.loading import read_checkpoint
+from ..checkpoints.loading import HUB_OPTIONS, find_file, read_checkpoint
 from ..configuration import SpeculationConfig, XPressConfig
 from .backbone import Backbone
 from .fusion import LayerwiseFusion, build_fusion
@@ -81,6 +82,8 @@ class XPressDrafter(PreTrainedModel):
             OSError: the folder or repository does not exist or has no config.
         """
         kwargs["use_safetensors"] = True
+        if "torch_dtype" in kwargs:
+            kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
         wants_info = kwargs.pop("output_loading_info", False)
         checkpoint = read_checkpoint(pretrained_model_name_or_path, kwargs)
         if checkpoint is not None:
@@ -91,6 +94,9 @@ class XPressDrafter(PreTrainedModel):
                 pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **kwargs
             )
         drafter._check_loading(pretrained_model_name_or_path, info)
+        if find_file(pretrained_model_name_or_path, GENERATION_CONFIG_NAME, kwargs) is not None:
+            hub = {key: kwargs[key] for key in HUB_OPTIONS if kwargs.get(key) is not None}
+            drafter.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
         return (drafter, info) if wants_info else drafter
 
     @classmethod
@@ -115,9 +121,11 @@ class XPressDrafter(PreTrainedModel):
                 raise ValueError(f"Checkpoint {str(source)!r} has values that are not finite in `{name}`.")
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As [`PreTrainedModel.save_pretrained`]; `speculation` is saved in the config."""
+        """As [`PreTrainedModel.save_pretrained`]; `speculation` goes into the config, `generation_config` beside it."""
         self.config.speculation = self.speculation.to_dict() or None
         super().save_pretrained(save_directory, *args, **kwargs)
+        if self.generation_config.num_assistant_tokens is not None:
+            self.generation_config.save_pretrained(save_directory)
 
     def forward(
         self,
