@@ -203,6 +203,7 @@ def test_joint_law_of_two_tokens_in_a_batch(temperature):
     rows = 3000
     out = target.generate(
         ids,
+        attention_mask=torch.ones_like(ids),  # the prompt holds the padding id
         assistant_model=drafter,
         do_sample=True,
         temperature=temperature,

@@ -121,7 +121,7 @@ class XPressDrafter(PreTrainedModel):
                 raise ValueError(f"Checkpoint {str(source)!r} has values that are not finite in `{name}`.")
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As [`PreTrainedModel.save_pretrained`]; `speculation` goes into the config, `generation_config` beside it."""
+        """As [`PreTrainedModel.save_pretrained`]; `speculation` goes into the config, limits of drafts beside it."""
         self.config.speculation = self.speculation.to_dict() or None
         super().save_pretrained(save_directory, *args, **kwargs)
         if self.generation_config.num_assistant_tokens is not None:
