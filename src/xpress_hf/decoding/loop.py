@@ -80,8 +80,8 @@ class DecodingLoop:
         mask = torch.ones_like(input_ids) if mask is None else mask
         if mask.shape != input_ids.shape or bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
             raise ValueError(
-                "`attention_mask`: a batch with a drafter takes padding on the left only; set "
-                "`tokenizer.padding_side='left'`."
+                "`attention_mask`: a batch with a drafter takes padding on the left only. Set "
+                "`tokenizer.padding_side='left'`; where a prompt itself holds the padding id, pass `attention_mask`."
             )
         pads = (mask.cumsum(dim=1) == 0).sum(dim=1).tolist()
         self.rows = [
