@@ -4,9 +4,8 @@
 
 For every prompt all arms run one after the other, greedy, bfloat16, in an order that rotates; nothing else may run
 on the machine. Arms: `plain` generate; `refined`, the shipped drafter; `bare`, the same drafter with zero sweeps;
-`control`, a
-drafter that was trained with the `dflash` recipe alone. Acceptance lengths count the bonus token and are pooled
-over cycles.
+`control`, a drafter that was trained with the `dflash` recipe alone. Acceptance lengths count the bonus token and are
+pooled over cycles.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ PARTS = ("target", "drafter", "head", "refiner")
 class Clock:
     """Time spent in the parts of a cycle, by replacing their functions with timed ones."""
 
-    def __init__(self, target: torch.nn.Module, drafter: XPressDrafter | None):
+    def __init__(self, target: torch.nn.Module):
         self.spans: list[tuple[str, float, float]] = []
-        self.target, self.drafter = target, drafter
+        self.target = target
 
     def timed(self, part: str, function):
         def run(*args, **kwargs):
@@ -91,7 +90,7 @@ def run_arm(target, drafter: XPressDrafter | None, sweeps: int | None, ids: torc
     """One timed answer: (run, seconds per part of the decode phase)."""
     if drafter is not None:
         drafter.speculation.sweeps = sweeps
-    with Clock(target, drafter).running() as clock:
+    with Clock(target).running() as clock:
         run = timed_generate(target, ids, drafter, max_new_tokens=new, do_sample=False)
         return run, clock.decode_share(run.decode_s)
 

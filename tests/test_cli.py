@@ -33,21 +33,14 @@ def invoke(*arguments: str) -> tuple[int, str]:
     return outcome.exit_code, " ".join(outcome.output.split())
 
 
-def test_generate_shows_both_texts_and_what_they_cost(folders):
+def generate(folders: tuple[str, str], *arguments: str) -> tuple[int, str]:
+    """`xpress-hf generate` on the saved pair."""
     target, drafter = folders
-    code, output = invoke(
-        "generate",
-        "--target",
-        target,
-        "--drafter",
-        drafter,
-        "--prompt",
-        "w3 w4 w5",
-        "--prompt",
-        "w7",
-        "--max-new-tokens",
-        "20",
-    )
+    return invoke("generate", "--target", target, "--drafter", drafter, *arguments)
+
+
+def test_generate_shows_both_texts_and_what_they_cost(folders):
+    code, output = generate(folders, "--prompt", "w3 w4 w5", "--prompt", "w7", "--max-new-tokens", "20")
     assert code == 0, output
     assert output.count("ids equal: yes") == 2
     assert "acceptance length" in output
@@ -56,20 +49,7 @@ def test_generate_shows_both_texts_and_what_they_cost(folders):
 
 
 def test_sweeps_and_temperature_reach_the_drafter(folders):
-    target, drafter = folders
-    code, output = invoke(
-        "generate",
-        "--target",
-        target,
-        "--drafter",
-        drafter,
-        "--prompt",
-        "w3 w4",
-        "--sweeps",
-        "0",
-        "--temperature",
-        "0.8",
-    )
+    code, output = generate(folders, "--prompt", "w3 w4", "--sweeps", "0", "--temperature", "0.8")
     assert code == 0, output
     assert "0 sweeps" in output
     assert "two draws from the same law" in output
@@ -84,8 +64,7 @@ def test_sweeps_and_temperature_reach_the_drafter(folders):
     ],
 )
 def test_bad_numbers_are_refused(folders, arguments, words):
-    target, drafter = folders
-    code, output = invoke("generate", "--target", target, "--drafter", drafter, *arguments)
+    code, output = generate(folders, *arguments)
     assert code == 2
     assert words in output
 
@@ -135,11 +114,8 @@ def test_figures_as_json(folders):
 
 def test_a_broken_promise_gives_exit_code_one(folders, monkeypatch):
     """A text that leaves plain generate where no tie explains it must not pass for a success."""
-    target, drafter = folders
     monkeypatch.setattr("xpress_hf.evaluation.side_by_side.first_difference", lambda *args: Difference(5, 0.5))
-    code, output = invoke(
-        "generate", "--target", target, "--drafter", drafter, "--prompt", "w3", "--max-new-tokens", "8"
-    )
+    code, output = generate(folders, "--prompt", "w3", "--max-new-tokens", "8")
     assert code == 1
     assert "NOT a near tie" in output
 
