@@ -1,0 +1,5 @@
+"""`python -m xpress_hf.cli`."""
+
+from . import run
+
+run()

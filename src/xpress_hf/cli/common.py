@@ -1,0 +1,56 @@
+"""What several commands share: options, loading of targets and drafters, and the end of a command."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..demo import load_demo_drafter, load_demo_target
+from ..modeling.drafter import XPressDrafter
+
+DEMO = "demo"
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "auto": "auto"}
+
+Prompts = Annotated[list[str] | None, typer.Option("--prompt", help="Prompt to answer; may be given several times.")]
+Sweeps = Annotated[int | None, typer.Option(min=0, help="Sweeps of the refiner per block. [default: the drafter's]")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 = greedy; above 0 the text is sampled.")]
+Device = Annotated[str, typer.Option(help="Device of target and drafter: cpu, cuda, cuda:1, mps, ...")]
+MaxNewTokens = Annotated[int, typer.Option(min=2, help="Longest answer in tokens.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Figures as JSON on stdout, everything else on stderr.")]
+Folder = Annotated[str | None, typer.Option(help="Folder that holds the demo target's GGUF file.")]
+
+
+def load_target(
+    name: str, dtype: str, device: str, revision: str | None, console: Console
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A target by folder, Hub id, or the name `demo`, with its tokenizer."""
+    if dtype not in DTYPES:
+        raise ValueError(f"`--dtype` must be one of {sorted(DTYPES)}, got {dtype!r}.")
+    if name == DEMO:
+        return load_demo_target(None, torch.bfloat16 if dtype == "auto" else DTYPES[dtype], device, console.print)
+    model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=DTYPES[dtype])
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(name, revision=revision)
+
+
+def load_drafter(name: str, target: PreTrainedModel, target_name: str, console: Console) -> XPressDrafter:
+    """A drafter by folder, Hub id, or the name `demo`, in the target's dtype and on its device."""
+    if name == DEMO:
+        if target_name != DEMO:
+            console.print(
+                "note: the shipped drafter learned from the target's Q4_1 weights; others accept a little less"
+            )
+        return load_demo_drafter(target.dtype, target.device)
+    return XPressDrafter.from_pretrained(name, dtype=target.dtype).to(target.device).eval()
+
+
+def finish(figures: dict[str, Any], kept: bool, as_json: bool) -> None:
+    """Prints figures where asked for; exit code 1 where text with the drafter was not that of plain generate."""
+    if as_json:
+        typer.echo(json.dumps(figures))
+    if not kept:
+        raise typer.Exit(1)
