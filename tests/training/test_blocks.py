@@ -90,9 +90,9 @@ def test_blocks_equal_a_slow_twin(layout):
 def test_anchors_lie_before_supervised_tokens_and_never_at_the_start():
     config = build_config()
     loss_mask = torch.tensor([1, 1, 0, 0, 1, 1, 1])
-    assert possible_anchors(loss_mask, config).tolist() == [3, 4, 5]
+    assert possible_anchors(loss_mask).tolist() == [3, 4, 5]
     generator = torch.Generator().manual_seed(0)
-    seen = {tuple(draw_anchors(loss_mask, 2, config, generator).tolist()) for _ in range(50)}
+    seen = {tuple(draw_anchors(possible_anchors(loss_mask), 2, generator).tolist()) for _ in range(50)}
     assert seen == {(3, 4), (3, 5), (4, 5)}
-    assert draw_anchors(loss_mask, 10, config).tolist() == [3, 4, 5]
-    assert len(draw_anchors(torch.zeros(5), 3, config)) == 0
+    assert draw_anchors(possible_anchors(loss_mask), 10).tolist() == [3, 4, 5]
+    assert len(draw_anchors(possible_anchors(torch.zeros(5)), 3)) == 0

@@ -7,7 +7,7 @@ import torch
 
 from tests.conftest import build_config, build_drafter, build_target, plain, prompt
 from xpress_hf import XPressDrafter
-from xpress_hf.training.data import BlockCollator
+from xpress_hf.training.data import TextCollator
 from xpress_hf.training.features import FeatureDataset, FeatureMeta, FeatureWriter, target_states, write_features
 from xpress_hf.training.initialization import initialize_from_target
 from xpress_hf.training.optimizer import MuonWithAdamW
@@ -59,7 +59,7 @@ def test_conventions_of_training_are_those_of_generate(tmp_path, tied, layout, r
     # Anchors near the end have fewer slots to accept.
     possible = 1 + sum(min(whole, places - start) for start in range(places)) / places
     # The bare block is only an anchor of the refined one in the `xpress` recipe, with a falling weight.
-    figure = trainer.state.log_history[-1][f"eval_{'refined' if refiner else 'base'}_acceptance_length"]
+    figure = trainer.state.log_history[-1][f"eval_{'refined' if refiner else 'bare'}_block_acceptance_length"]
     assert figure == pytest.approx(possible, abs=0.05)
     drafter.eval()
     cycles = (places - 1) // (whole + 1)
@@ -119,7 +119,7 @@ def test_features_on_disk_give_the_loss_of_online_states(tmp_path):
     assert torch.equal(stored[1]["input_ids"], texts[1])
     args = arguments(tmp_path, recipe="xpress", num_anchors=100)
     trainer = DrafterTrainer(drafter, args, target)
-    collate = BlockCollator(drafter.config, 100)
+    collate = TextCollator()
     online = trainer.compute_loss(drafter, collate([text_of(ids, 5) for ids in texts])).item()
     disk = trainer.compute_loss(drafter, collate([stored[index] for index in range(3)])).item()
     # The stored states are bfloat16.
@@ -241,7 +241,7 @@ def test_texts_without_a_supervised_token(tmp_path):
     target, drafter = build_target(), build_drafter()
     text = {"input_ids": prompt(9)[0], "loss_mask": torch.zeros(9, dtype=torch.long)}
     trainer = DrafterTrainer(drafter, arguments(tmp_path), target)
-    loss = trainer.compute_loss(drafter, BlockCollator(drafter.config, 4)([text]))
+    loss = trainer.compute_loss(drafter, TextCollator()([text]))
     assert loss.item() == 0
     with pytest.raises(ValueError, match="no supervised token"):
         write_features(target, [text], tmp_path / "features", [0, 1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,8 +136,9 @@ class XPressDrafter(PreTrainedModel):
         position_ids: torch.Tensor | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
+        objective: Callable[[torch.Tensor], Any] | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> Any:
         """
         Args:
             noise_embeds: [B, K, H] target embeddings of the block: visible tokens, then the mask token.
@@ -144,6 +146,11 @@ class XPressDrafter(PreTrainedModel):
             attention_mask: [B, T] over cached rows, new context and block; or a dict of 4-D masks (see `Backbone`).
             position_ids: [B, S + K].
             cache: grows by S + K rows; the caller crops the block's K rows. `past_key_values` is its older name.
+            objective: for training; called with the hidden states [B, K, H], what it returns is returned. A loss that
+                runs inside the forward pass sees the refiner's weights whole where they are sharded.
+
+        Returns:
+            `BaseModelOutputWithPast` with `last_hidden_state` [B, K, H] after the final norm.
 
         Raises:
             ValueError: ids or embeddings without the target's hidden states were given.
@@ -166,6 +173,8 @@ class XPressDrafter(PreTrainedModel):
         dtype = self.backbone.norm.weight.dtype
         contexts = self.fusion(context_hidden_states.to(dtype))
         last_hidden_state = self.backbone(noise_embeds.to(dtype), contexts, position_ids, attention_mask, cache)
+        if objective is not None:
+            return objective(last_hidden_state)
         return BaseModelOutputWithPast(last_hidden_state=last_hidden_state)
 
     def generate(self, *args: Any, **kwargs: Any) -> None:

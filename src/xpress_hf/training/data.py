@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
-
-from ..configuration import XPressConfig
-from .blocks import draw_anchors
 
 
 def read_conversations(path: str | Path) -> list[dict[str, Any]]:
@@ -75,27 +72,15 @@ class ConversationDataset(Dataset):
         return encode_conversation(self.records[index], self.tokenizer, self.max_length)
 
 
-@dataclass
-class BlockCollator:
-    """Pads texts on the right and draws the anchors of their blocks.
-
-    Anchors are drawn here, from torch's global generator, so that the trainer knows the sum of slot weights of all
-    accumulated batches before the first of them is run.
-    """
-
-    config: XPressConfig
-    num_anchors: int
+class TextCollator:
+    """Pads texts on the right: lengths S_i -> tensors [B, S] with `attention_mask`, features [B, S, ...] if given."""
 
     def __call__(self, texts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Texts of lengths S_i -> tensors [B, S]; `anchors` [B, A] with -1 for none; features [B, S, ...] if given."""
         texts = list(texts)
+        lengths = torch.tensor([len(text["input_ids"]) for text in texts])
         batch: dict[str, torch.Tensor] = {}
         for key in texts[0]:
-            batch[key] = torch.nn.utils.rnn.pad_sequence([text[key] for text in texts], batch_first=True)
-        lengths = torch.tensor([len(text["input_ids"]) for text in texts])
+            fill = -1 if key == "document_ids" else 0
+            batch[key] = pad_sequence([text[key] for text in texts], batch_first=True, padding_value=fill)
         batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
-        drawn = [draw_anchors(text["loss_mask"], self.num_anchors, self.config) for text in texts]
-        # A batch whose texts have no anchor at all still holds one place for a block, an empty one.
-        drawn[0] = torch.nn.functional.pad(drawn[0], (0, int(not any(len(one) for one in drawn))), value=-1)
-        batch["anchors"] = torch.nn.utils.rnn.pad_sequence(drawn, batch_first=True, padding_value=-1)
         return batch

@@ -11,54 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from ..modeling.refiner import CausalRefiner
+from .recipes import Recipe, dpace_weights
 
 Terms = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What is minimised. All sums are weighted by slot and divided by the global sum of slot weights.
-
-    Args:
-        ce: weight of the cross entropy against the text's own tokens.
-        l1: weight of sum_v |p_v - q_v| = 2 TV against the target's law (facts/xpress 4.1).
-        gamma: decay of the slot weights exp(-(k - 1) / gamma), k = 1 for the first predicted slot; None = flat.
-        teacher_forced: weight of the refined logits given the true previous tokens.
-        free_running: weight of the mean over `sweeps` rounds in which the refiner reads its own tokens.
-        sweeps: number of free-running rounds.
-        base: weight of the bare drafter's logits at the start of training and, linearly, at its end.
-    """
-
-    ce: float = 1.0
-    l1: float = 0.0
-    gamma: float | None = 4.0
-    teacher_forced: float = 0.0
-    free_running: float = 0.0
-    sweeps: int = 3
-    base: tuple[float, float] = (1.0, 1.0)
-
-    @property
-    def uses_refiner(self) -> bool:
-        return self.teacher_forced > 0 or self.free_running > 0
-
-    def base_weight(self, progress: float) -> float:
-        """Weight of the base term after `progress` (0..1) of the run."""
-        start, end = self.base
-        return start + (end - start) * min(max(progress, 0.0), 1.0)
-
-    def slot_weights(self, num_drafts: int, device: torch.device | None = None) -> torch.Tensor:
-        """[D] weights of the predicted slots, first one 1."""
-        slots = torch.arange(num_drafts, dtype=torch.float32, device=device)
-        return torch.ones_like(slots) if self.gamma is None else torch.exp(-slots / self.gamma)
-
-
-RECIPES = {
-    "dflash": Recipe(),
-    "xpress": Recipe(ce=0.1, l1=0.9, teacher_forced=1.0, free_running=0.3, sweeps=3, base=(0.6, 0.2)),
-}
 
 
 @dataclass(frozen=True)
@@ -101,35 +58,86 @@ class LossVocabulary:
 class BlockTargets:
     """Labels and weights of the predicted slots of N blocks, and what the teacher says about them.
 
-    labels, weights: [N, D]. previous_ids: [N, B]. teacher_logits: maps a slice of blocks to [n, D, V] logits of the
-    target, float32 softmax is taken inside; `None` when the recipe does without. With a `vocabulary`, W takes the
-    place of V in all logits; ids stay token ids.
+    labels, weights: [N, D]; a weight is 0 where a slot is not trained. valid: [N, D], slots that count for acceptance.
+    previous_ids: [N, B]. teacher_logits: maps a slice of blocks to [n, D, V] logits of the target; `None` when the
+    recipe does without. With a `vocabulary`, W takes the place of V in all logits; ids stay token ids.
     """
 
     labels: torch.Tensor
     weights: torch.Tensor
+    valid: torch.Tensor
     previous_ids: torch.Tensor
     teacher_logits: Callable[[slice], torch.Tensor] | None = None
     vocabulary: LossVocabulary | None = None
 
 
+class _SlotLoss(torch.autograd.Function):
+    """S of one set of logits, with its gradient in closed form: two float32 buffers [rows, V] are all it needs, and
+    one gradient in the dtype of the logits is all it keeps."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, weights, teacher, recipe):
+        shape = labels.shape
+        rows, columns = logits.flatten(0, 1), labels.reshape(-1, 1)
+        probs = rows.log_softmax(dim=-1, dtype=torch.float32)
+        nll = -probs.gather(1, columns).view(shape)
+        if teacher is not None:
+            teacher = teacher.flatten(0, 1)
+        if recipe.position_weights == "dpace":
+            weights = weights * dpace_weights(nll, weights > 0, recipe.dpace_alpha)
+        loss = recipe.ce * (weights * nll).sum()
+        if recipe.kl:
+            divergence = torch.special.xlogy(teacher, teacher).sum(dim=-1) - _row_dot(teacher, probs)
+            loss = loss + recipe.kl * (weights * divergence.view(shape)).sum()
+        probs.exp_()
+        # d CE / d z = p - onehot, d KL / d z = p - teacher, d L1 / d z = p * (s - <p, s>) with s = sign(p - teacher).
+        scale = ((recipe.ce + recipe.kl) * weights).reshape(-1, 1)
+        if recipe.uses_distance:
+            signs = probs - teacher
+            distance = signs.abs().sum(dim=-1).view(shape)
+            lost, slope = _chain(distance, weights > 0)
+            loss = loss + recipe.l1 * (weights * distance).sum() + recipe.chain * lost
+            signs.sign_()
+            slope = (recipe.l1 * weights + recipe.chain * slope).reshape(-1, 1)
+            signs.sub_(_row_dot(probs, signs)[:, None]).mul_(slope).add_(scale)
+            gradient = probs.mul_(signs)
+        else:
+            gradient = probs.mul_(scale)
+        gradient.scatter_add_(1, columns, -recipe.ce * weights.reshape(-1, 1))
+        if recipe.kl:
+            gradient.addcmul_(teacher, recipe.kl * weights.reshape(-1, 1), value=-1)
+        ctx.save_for_backward(gradient.to(logits.dtype).view(logits.shape))
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return ctx.saved_tensors[0] * grad_output, None, None, None, None
+
+
+def _row_dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Dot products of rows, without a third [rows, V]."""
+    return torch.bmm(left[:, None], right[:, :, None])[:, 0, 0]
+
+
+def _chain(distance: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drafts that blocks are expected to lose, sum over valid k of 1 - a_1 ... a_k with a = 1 - distance / 2, and the
+    derivative by each distance. [n, D] -> scalar, [n, D]"""
+    with torch.enable_grad():
+        leaf = distance.detach().requires_grad_()
+        kept = torch.where(valid, 1 - leaf / 2, 1.0).cumprod(dim=-1)
+        lost = ((1 - kept) * valid).sum()
+        (slope,) = torch.autograd.grad(lost, leaf)
+    return lost.detach(), slope
+
+
 def slot_loss(
     logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, teacher: torch.Tensor | None, recipe: Recipe
 ) -> torch.Tensor:
-    """Weighted sum of ce * CE + l1 * L1 over slots (the style loss S of facts/xpress 4.1, before division).
+    """Weighted sum over slots of S (`Recipe`), before division.
 
-    logits [n, D, V], labels and weights [n, D], teacher probabilities [n, D, V] -> scalar, float32.
+    logits [n, D, V], labels and weights [n, D], teacher probabilities [n, D, V] float32 -> scalar, float32.
     """
-    rows = logits.flatten(0, 1).float()
-    log_probs = rows.log_softmax(dim=-1)
-    loss = rows.new_zeros(())
-    if recipe.ce:
-        nll = F.nll_loss(log_probs, labels.flatten(), reduction="none")
-        loss = loss + recipe.ce * (weights.flatten() * nll).sum()
-    if recipe.l1:
-        distance = (log_probs.exp() - teacher.flatten(0, 1)).abs().sum(dim=-1)
-        loss = loss + recipe.l1 * (weights.flatten() * distance).sum()
-    return loss
+    return _SlotLoss.apply(logits, labels, weights, teacher, recipe)
 
 
 def chunk_loss(
@@ -143,12 +151,15 @@ def chunk_loss(
 ) -> tuple[torch.Tensor, Terms]:
     """Loss sum of a few blocks [n, B, H] and detached figures for logging (facts/xpress 4.3)."""
     labels, weights, vocabulary = targets.labels[blocks], targets.weights[blocks], targets.vocabulary
-    num_drafts = labels.shape[1]
+    valid, num_drafts = targets.valid[blocks], labels.shape[1]
     correction = vocabulary.correction if vocabulary else 0.0
-    columns = vocabulary.columns(labels) if vocabulary else labels
     teacher = None
-    if recipe.l1:
-        teacher = (targets.teacher_logits(blocks).float() + correction).softmax(dim=-1)
+    if recipe.uses_teacher:
+        teacher = targets.teacher_logits(blocks).float()
+        if recipe.labels == "teacher":
+            labels = teacher.argmax(dim=-1)
+        teacher = (teacher + correction).softmax(dim=-1) if vocabulary else teacher.softmax(dim=-1)
+    columns = vocabulary.columns(labels) if vocabulary else labels
 
     def loss_of(logits: torch.Tensor) -> torch.Tensor:
         return slot_loss(logits + correction if vocabulary else logits, columns, weights, teacher, recipe)
@@ -162,7 +173,7 @@ def chunk_loss(
     if base_weight:
         loss = loss + base_weight * loss_of(base_logits)
     draft_ids = choice(base_logits)
-    figures = {"base_accepted": accepted(draft_ids, labels, weights)}
+    figures = {"bare_accepted": accepted(draft_ids, targets.labels[blocks], valid)}
     if not recipe.uses_refiner:
         return loss, figures
     state = refiner.begin(hidden_states)
@@ -179,13 +190,13 @@ def chunk_loss(
         logits = refined(torch.cat([known, draft_ids[:, :-1]], dim=1))
         loss = loss + recipe.free_running / recipe.sweeps * loss_of(logits)
         draft_ids = choice(logits)
-    figures["refined_accepted"] = accepted(draft_ids, labels, weights)
+    figures["refined_accepted"] = accepted(draft_ids, targets.labels[blocks], valid)
     return loss, figures
 
 
-def accepted(draft_ids: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def accepted(draft_ids: torch.Tensor, labels: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """Number of leading slots of each block that match the text, summed. [n, D] -> scalar"""
-    hits = (draft_ids == labels) & (weights > 0)
+    hits = (draft_ids == labels) & (valid > 0)
     return hits.long().cumprod(dim=1).sum()
 
 
@@ -234,6 +245,18 @@ class _ChunkRunner:
         return chunk_loss(rows, blocks=blocks, **self.arguments)
 
 
+def chunk_for_memory(limit: int, num_drafts: int, vocab_size: int, recipe: Recipe) -> int:
+    """Blocks whose loss fits in `limit` bytes, at least 1 (docs/training.md has the arithmetic)."""
+    return max(limit // (num_drafts * vocab_size * bytes_per_logit(recipe)), 1)
+
+
+def bytes_per_logit(recipe: Recipe) -> int:
+    """Bytes that one logit of a chunk costs at its peak, for float32 logits: base logits, two buffers and a gradient,
+    the teacher's softmax with its source, and per refined term its logits' gradient and the sum it was cut from."""
+    terms = int(recipe.teacher_forced > 0) + (recipe.sweeps if recipe.free_running else 0)
+    return 4 * (4 + 2 * int(recipe.uses_teacher) + 2 * int(terms > 0) + terms)
+
+
 def block_loss(
     hidden_states: torch.Tensor,
     targets: BlockTargets,
@@ -254,7 +277,7 @@ def block_loss(
         chunk_blocks: blocks whose logits exist at one time.
 
     Returns:
-        scalar sum; the caller divides by the global sum of weights. Figures: `base_accepted`, `refined_accepted`,
+        scalar sum; the caller divides by the global sum of weights. Figures: `bare_accepted`, `refined_accepted`,
         summed over blocks, bonus not counted.
     """
     if recipe.uses_refiner and refiner is None:

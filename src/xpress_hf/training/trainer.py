@@ -3,54 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer
+from transformers.utils import logging
 
 from ..decoding.target import Target, check_pair
+from ..evaluation.replay import replay
 from ..modeling.backbone import additive_mask
 from ..modeling.drafter import XPressDrafter, unwrap_drafter
-from .blocks import Blocks, block_visibility, cut_blocks
-from .data import BlockCollator
-from .features import FeatureDataset, target_states
-from .losses import RECIPES, BlockTargets, LossVocabulary, Recipe, block_loss
+from .arguments import DrafterTrainingArguments
+from .blocks import Blocks, block_visibility, cut_blocks, draw_batch_anchors, seeded_generator
+from .checks import FiniteGradients, check_dataset, check_recipe
+from .data import TextCollator
+from .features import target_states
+from .losses import BlockTargets, LossVocabulary, block_loss, chunk_for_memory
 from .optimizer import MuonWithAdamW
+from .recipes import Recipe
 
+__all__ = ["DrafterTrainer", "DrafterTrainingArguments"]
 
-@dataclass
-class DrafterTrainingArguments(TrainingArguments):
-    """[`TrainingArguments`] and what training blocks need.
+logger = logging.get_logger(__name__)
 
-    Args:
-        recipe: name of the loss recipe: "dflash" (cross entropy with position decay) or "xpress".
-        num_anchors: blocks cut out of each text.
-        chunk_blocks: blocks whose logits [rows, V] exist at one time.
-        loss_vocab_size: tokens that enter the softmaxes of the loss (`LossVocabulary`), redrawn for every batch;
-            `None` =
-            the whole vocabulary. A quarter of the vocabulary makes steps on a CPU about three times as fast.
-        matrix_optimizer: "adamw", or "muon" for the hidden matrices with AdamW for the rest.
-        matrix_learning_rate: learning rate of Muon; `learning_rate` stays that of AdamW.
-    """
-
-    recipe: str = field(default="dflash", metadata={"help": "Loss recipe: " + ", ".join(RECIPES)})
-    num_anchors: int = field(default=512, metadata={"help": "Blocks cut out of each text."})
-    chunk_blocks: int = field(default=64, metadata={"help": "Blocks whose logits exist at one time."})
-    loss_vocab_size: int | None = field(default=None, metadata={"help": "Tokens in the softmaxes of the loss."})
-    matrix_optimizer: str = field(default="adamw", metadata={"help": "adamw | muon"})
-    matrix_learning_rate: float = field(default=2e-3, metadata={"help": "Learning rate of Muon."})
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Batches hold more than the model reads."})
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.recipe not in RECIPES:
-            raise ValueError(f"`recipe` must be one of {sorted(RECIPES)}, got {self.recipe!r}.")
-        if self.matrix_optimizer not in ("adamw", "muon"):
-            raise ValueError(f"`matrix_optimizer` must be 'adamw' or 'muon', got {self.matrix_optimizer!r}.")
-        for name in ("num_anchors", "chunk_blocks", "loss_vocab_size"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be >= 1, got {getattr(self, name)}.")
+# Bare acceptance below this share of its first evaluation counts as erosion of the warm start.
+EROSION = 0.97
 
 
 class DrafterTrainer(Trainer):
@@ -60,12 +37,21 @@ class DrafterTrainer(Trainer):
     hidden states come from one forward per batch, or from the batch (`FeatureDataset`).
 
     The loss is the recipe's sum over slots, divided by the sum of slot weights over all accumulated batches and ranks.
+    Anchors depend on the seed, the step and the text alone: neither on how texts are split into batches and ranks, nor
+    on whether a run was interrupted.
+
+    An evaluation logs, beside the loss, `*_block_acceptance_length` at random anchors (training logs it too) and
+    `*_acceptance_length` of `args.replay_texts` texts, drafted through cycle by cycle by the code of generate(); both
+    for the bare and, with a recipe that trains one, the refined drafter, the bonus token included.
 
     Args:
-        model: the drafter.
+        model: the drafter, which may be wrapped by PEFT.
         args: `DrafterTrainingArguments`.
         target: the frozen causal LM.
         recipe: overrides the recipe that `args.recipe` names.
+
+    Raises:
+        ValueError: drafter, target, recipe and data do not fit each other; names the field.
     """
 
     # The loss is normalised over all accumulated batches, so the Trainer must not divide it again.
@@ -82,30 +68,30 @@ class DrafterTrainer(Trainer):
     ):
         drafter = unwrap_drafter(model)
         check_pair(target, drafter.config)
-        self.recipe = recipe or RECIPES[args.recipe]
-        if self.recipe.uses_refiner and drafter.refiner is None:
-            raise ValueError(
-                f"`recipe`={args.recipe!r} trains a refiner, but the drafter's config has `refiner`=None."
-            )
+        self.recipe = recipe or args.build_recipe()
+        check_recipe(self.recipe, drafter, args)
         for dataset in (kwargs.get("train_dataset"), kwargs.get("eval_dataset")):
-            if (
-                isinstance(dataset, FeatureDataset)
-                and dataset.meta.target_layer_ids != drafter.config.target_layer_ids
-            ):
-                raise ValueError(
-                    f"`target_layer_ids`: the features were read at layers {dataset.meta.target_layer_ids}, the "
-                    f"drafter taps {drafter.config.target_layer_ids}; read the features anew."
-                )
-        kwargs.setdefault("data_collator", BlockCollator(drafter.config, args.num_anchors))
+            check_dataset(dataset, drafter, target)
+        if args.freeze_backbone:
+            drafter.fusion.requires_grad_(False)
+            drafter.backbone.requires_grad_(False)
+        kwargs.setdefault("data_collator", TextCollator())
         super().__init__(model=model, args=args, **kwargs)
+        self.add_callback(FiniteGradients())
         self.model_accepts_loss_kwargs = True
-        self.target_model = target.requires_grad_(False)
+        self.target_model = target.requires_grad_(False).eval()
         self.target = Target.for_drafter(target, drafter.config)
         if args.loss_vocab_size is not None and not self.target.has_linear_head:
             raise ValueError(
                 "`loss_vocab_size` reads rows of the target's head, which this target's head does not allow."
             )
         self._sums: dict[str, float] = {}
+        self._first_bare: float | None = None
+
+    @property
+    def drafter(self) -> XPressDrafter:
+        """The drafter inside whatever wraps the model."""
+        return unwrap_drafter(self.accelerator.unwrap_model(self.model))
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None and self.args.matrix_optimizer == "muon":
@@ -115,14 +101,21 @@ class DrafterTrainer(Trainer):
             )
         return self.optimizer or super().create_optimizer()
 
-    def _blocks(self, inputs: dict[str, torch.Tensor]) -> Blocks:
-        config = unwrap_drafter(self.model).config
-        return cut_blocks(inputs["input_ids"], inputs["loss_mask"], inputs["anchors"], config)
+    def _with_anchors(self, inputs: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
+        if "anchors" in inputs:
+            return inputs
+        anchors = draw_batch_anchors(inputs, self.args.num_anchors, (self.args.seed, step))
+        return {**inputs, "anchors": anchors}
 
-    def _weight_sum(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        num_drafts = unwrap_drafter(self.model).config.num_draft_tokens
-        weights = self._blocks(inputs).weights[..., -num_drafts:]
-        return (weights * self.recipe.slot_weights(num_drafts, weights.device)).sum()
+    def _blocks(self, inputs: dict[str, torch.Tensor]) -> Blocks:
+        ids, loss_mask, documents = inputs["input_ids"], inputs["loss_mask"], inputs.get("document_ids")
+        return cut_blocks(ids, loss_mask, inputs["anchors"], self.drafter.config, documents)
+
+    def _slot_weights(self, blocks: Blocks) -> torch.Tensor:
+        """[B, A, D]: validity times the recipe's weights."""
+        valid = blocks.weights[..., -self.drafter.config.num_draft_tokens :]
+        epoch = int(self.state.epoch or 0)
+        return valid * self.recipe.slot_weights(valid.shape[-1], valid.device, epoch)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -131,7 +124,8 @@ class DrafterTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, None
-        total = sum(self._weight_sum(batch) for batch in batches).to(device)
+        batches = [self._with_anchors(batch, self.state.global_step) for batch in batches]
+        total = sum(self._slot_weights(self._blocks(batch)).sum() for batch in batches).to(device)
         return batches, self.accelerator.gather(total).sum()
 
     def compute_loss(
@@ -141,24 +135,33 @@ class DrafterTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
-        """Loss of one batch, already divided; gradients of all batches of a step add up to that of the global mean."""
+        """Loss of one batch, already divided; gradients of all batches of a step add up to that of the global mean.
+
+        Raises:
+            FloatingPointError: the loss is not finite; names the step. Parameters are as they were.
+        """
+        inputs = self._with_anchors(inputs, self.state.global_step if self.model.training else -1)
         blocks = self._blocks(inputs)
-        context, teacher = self._states(inputs)
-        hidden_states = self._draft(model, blocks, inputs["attention_mask"], context)
-        loss, figures = self._loss(hidden_states, blocks, teacher)
+        weights = self._slot_weights(blocks)
+        loss, figures = self._run(model, inputs, blocks, weights)
         if num_items_in_batch is None:
-            total = self._weight_sum(inputs)
+            total = weights.sum()
         else:
             # Gradients are averaged over ranks afterwards.
             total = num_items_in_batch / self.accelerator.num_processes
         self._count(figures, blocks)
         loss = loss / torch.as_tensor(total, device=loss.device).clamp(min=1e-8)
+        if not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"Step {self.state.global_step}: the loss is {loss.item()}. Look for values that are not finite in "
+                "the target's hidden states, or lower the learning rate; nothing was updated."
+            )
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[torch.Tensor, None, None]:
-        """Loss of a held-out batch; figures are added up for `log`. Nothing else is kept."""
+        """Loss of a held-out batch; figures are added up for the metrics. Nothing else is kept."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad():
             return self.compute_loss(model, inputs).detach(), None, None
@@ -166,73 +169,77 @@ class DrafterTrainer(Trainer):
     def _states(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         if "context_hidden_states" in inputs:
             return inputs["context_hidden_states"], inputs["teacher_hidden_states"]
-        layers = unwrap_drafter(self.model).config.target_layer_ids
-        ids, mask = (inputs[key].to(self.target_model.device) for key in ("input_ids", "attention_mask"))
-        return target_states(self.target_model, ids, mask, layers)
+        device = self.target_model.device
+        ids, mask = (inputs[key].to(device) for key in ("input_ids", "attention_mask"))
+        return target_states(self.target_model, ids, mask, self.drafter.config.target_layer_ids)
 
-    def _draft(self, model: Any, blocks: Blocks, attention_mask: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """Drafter hidden states of all blocks. [B, A, K] blocks, [B, S, L * H] context -> [B * A, K, H]"""
-        config = unwrap_drafter(self.model).config
-        device = blocks.input_ids.device
+    def _run(
+        self, model: Any, inputs: dict[str, torch.Tensor], blocks: Blocks, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, dict]:
+        """Loss sum over the blocks and figures. The loss runs inside the model's forward, so that whatever wraps the
+        model (mixed precision, sharding) sees the refiner too."""
+        config, device = self.drafter.config, blocks.input_ids.device
+        context, teacher = self._states(inputs)
         embeds = self.target.embed(blocks.input_ids.flatten(1)).to(device)
-        batch, length = attention_mask.shape
-        rows = torch.arange(length, device=device).expand(batch, -1)
         kinds = dict(zip(config.layer_types, config.block_attention_per_layer, strict=True))
-        masks = {
-            kind: additive_mask(
-                block_visibility(blocks.anchors, attention_mask, config, kind, causal=direction == "causal"),
-                self._compute_dtype(),
-            )
-            for kind, direction in kinds.items()
-        }
-        output = model(
+        mask, documents = inputs["attention_mask"], inputs.get("document_ids")
+        masks = {}
+        for kind, direction in kinds.items():
+            visible = block_visibility(blocks.anchors, mask, config, kind, direction == "causal", documents)
+            masks[kind] = additive_mask(visible, self._compute_dtype())
+        return model(
             noise_embeds=embeds,
             context_hidden_states=context.to(device),
             attention_mask=masks,
-            position_ids=torch.cat([rows, blocks.positions.flatten(1)], dim=1),
+            position_ids=torch.cat([blocks.context_positions, blocks.positions.flatten(1)], dim=1),
+            objective=lambda hidden_states: self._loss(hidden_states, blocks, weights, teacher),
         )
-        return output.last_hidden_state.view(-1, config.block_size, config.hidden_size)
 
     def _compute_dtype(self) -> torch.dtype:
         names = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        return names.get(self.accelerator.mixed_precision, unwrap_drafter(self.model).dtype)
+        return names.get(self.accelerator.mixed_precision, self.drafter.dtype)
 
-    def _loss(self, hidden_states: torch.Tensor, blocks: Blocks, teacher: torch.Tensor) -> tuple[torch.Tensor, dict]:
-        drafter = unwrap_drafter(self.model)
+    def _loss(
+        self, hidden_states: torch.Tensor, blocks: Blocks, weights: torch.Tensor, teacher: torch.Tensor
+    ) -> tuple[torch.Tensor, dict]:
+        """Drafter hidden states [B, A * K, H] -> loss sum and figures."""
+        drafter, args = self.drafter, self.args
         num_drafts = drafter.config.num_draft_tokens
         # Places without a block carry no weight; running the head on them would only cost time.
         keep = (blocks.anchors >= 0).flatten()
+        rows = hidden_states.view(-1, drafter.config.block_size, hidden_states.shape[-1])[keep]
         batch = torch.arange(len(teacher), device=keep.device).repeat_interleave(blocks.anchors.shape[1])[keep]
-        positions = blocks.teacher_positions.flatten(0, 1)[keep][:, -num_drafts:]
-        weights = blocks.weights.flatten(0, 1)[keep][:, -num_drafts:]
-        labels = blocks.labels.flatten(0, 1)[keep][:, -num_drafts:]
+        positions, labels, valid = (
+            values.flatten(0, 1)[keep][:, -num_drafts:]
+            for values in (blocks.teacher_positions, blocks.labels, blocks.weights)
+        )
         vocabulary = None
         # Held-out figures are those of the whole vocabulary, as in decoding.
-        if self.args.loss_vocab_size is not None and self.model.training:
-            vocabulary = LossVocabulary.draw(labels, self.target.config.vocab_size, self.args.loss_vocab_size)
+        if args.loss_vocab_size is not None and self.model.training:
+            generator = seeded_generator((args.seed, self.state.global_step), labels)
+            vocabulary = LossVocabulary.draw(labels, self.target.config.vocab_size, args.loss_vocab_size, generator)
         token_ids = vocabulary.ids if vocabulary else None
 
         def teacher_logits(chunk: slice) -> torch.Tensor:
-            rows = teacher[batch[chunk].to(teacher.device)[:, None], positions[chunk].to(teacher.device)]
+            states = teacher[batch[chunk].to(teacher.device)[:, None], positions[chunk].to(teacher.device)]
             with torch.no_grad():
-                return self.target.logits(rows, token_ids).to(positions.device)
+                return self.target.logits(states, token_ids).to(positions.device)
 
-        def head(rows: torch.Tensor) -> torch.Tensor:
-            return self.target.logits(rows, token_ids).to(rows.device)
+        def head(states: torch.Tensor) -> torch.Tensor:
+            return self.target.logits(states, token_ids).to(states.device)
 
         targets = BlockTargets(
             labels=labels,
-            weights=weights * self.recipe.slot_weights(num_drafts, weights.device),
+            weights=weights.flatten(0, 1)[keep],
+            valid=valid,
             previous_ids=blocks.previous_ids.flatten(0, 1)[keep],
             teacher_logits=teacher_logits,
             vocabulary=vocabulary,
         )
         progress = self.state.global_step / max(self.state.max_steps, 1)
-        # The prepared model casts inside its forward only; the refiner is run by the loss.
-        with self.accelerator.autocast():
-            return block_loss(
-                hidden_states[keep], targets, head, drafter.refiner, self.recipe, progress, self.args.chunk_blocks
-            )
+        width = self.target.config.vocab_size if vocabulary is None else len(vocabulary.ids)
+        chunk = args.chunk_blocks or chunk_for_memory(args.loss_memory_mb * 2**20, num_drafts, width, self.recipe)
+        return block_loss(rows, targets, head, drafter.refiner, self.recipe, progress, chunk)
 
     def _count(self, figures: dict[str, torch.Tensor], blocks: Blocks) -> None:
         prefix = "" if self.model.training else "eval_"
@@ -240,15 +247,68 @@ class DrafterTrainer(Trainer):
         for key, value in figures.items():
             self._sums[prefix + key] = self._sums.get(prefix + key, 0.0) + float(value)
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds the mean acceptance length (bonus included) of the blocks behind these figures, bare and refined, where
-        every slot is held against the text."""
-        prefix = "eval_" if "eval_loss" in logs else ""
-        if not prefix and "loss" not in logs:
-            return super().log(logs, *args, **kwargs)
+    def _block_acceptance(self, prefix: str) -> dict[str, float]:
+        """Mean acceptance length of the blocks counted since the last call, and forgets them."""
+        found = {}
         blocks = self._sums.pop(f"{prefix}blocks", 0.0)
-        for name in ("base", "refined"):
-            accepted = self._sums.pop(f"{prefix}{name}_accepted", None)
-            if blocks and accepted is not None:
-                logs[f"{prefix}{name}_acceptance_length"] = round(1 + accepted / blocks, 4)
+        for name in ("bare", "refined"):
+            kept = self._sums.pop(f"{prefix}{name}_accepted", None)
+            if blocks and kept is not None:
+                found[f"{name}_block_acceptance_length"] = round(1 + kept / blocks, 4)
+        return found
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Adds the acceptance of the training blocks behind these figures."""
+        if "loss" in logs:
+            logs.update(self._block_acceptance(""))
         super().log(logs, *args, **kwargs)
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> Any:
+        self._block_acceptance("eval_")
+        output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        figures = {**self._block_acceptance("eval_"), **self._replay(dataloader.dataset)}
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
+        self._warn(figures)
+        return output
+
+    @torch.no_grad()
+    def _replay(self, dataset: Any) -> dict[str, float]:
+        """Acceptance lengths of the first texts of a data set, pooled over cycles."""
+        drafter = self.drafter
+        count = min(self.args.replay_texts, len(dataset)) if hasattr(dataset, "__len__") else 0
+        kept = drafter.speculation.sweeps
+        records: dict[str, list] = {"bare": [], "refined": []}
+        for index in range(count):
+            batch = self._prepare_inputs(TextCollator()([dataset[index]]))
+            answer = batch["loss_mask"][0].nonzero()
+            if "document_ids" in batch or not len(answer):
+                continue
+            context = self._states(batch)[0][0]
+            for name, sweeps in (("bare", 0), ("refined", kept)):
+                if name == "bare" or self.recipe.uses_refiner:
+                    drafter.speculation.sweeps = sweeps
+                    with self.accelerator.autocast():
+                        record = replay(self.target, drafter, batch["input_ids"][0], int(answer[0]), context)
+                    records[name].append(record)
+            drafter.speculation.sweeps = kept
+        pooled = {name: sum(some[1:], start=some[0]) for name, some in records.items() if some}
+        return {f"{name}_acceptance_length": record.acceptance_length for name, record in pooled.items()}
+
+    def _warn(self, figures: dict[str, float]) -> None:
+        bare, refined = (figures.get(f"{name}_block_acceptance_length") for name in ("bare", "refined"))
+        if bare is None:
+            return
+        self._first_bare = self._first_bare or bare
+        if bare < EROSION * self._first_bare:
+            logger.warning(
+                f"Step {self.state.global_step}: the bare drafter's acceptance fell from {self._first_bare:.3f} to "
+                f"{bare:.3f}: training erodes the warm start. Lower the learning rate, raise `base` in "
+                "`recipe_options`, or set `freeze_backbone`."
+            )
+        if refined is not None and refined <= bare and self.state.global_step >= self.state.max_steps > 0:
+            logger.warning(
+                f"The refiner does not pay: {refined:.3f} tokens per block with it, {bare:.3f} without. Train longer, "
+                "or run this drafter with `speculation.sweeps = 0`."
+            )
