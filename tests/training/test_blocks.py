@@ -88,7 +88,6 @@ def test_blocks_equal_a_slow_twin(layout):
 
 
 def test_anchors_lie_before_supervised_tokens_and_never_at_the_start():
-    config = build_config()
     loss_mask = torch.tensor([1, 1, 0, 0, 1, 1, 1])
     assert possible_anchors(loss_mask).tolist() == [3, 4, 5]
     generator = torch.Generator().manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import TrainingArguments
 
@@ -32,7 +33,7 @@ class DrafterTrainingArguments(TrainingArguments):
     """
 
     recipe: str = field(default="dflash", metadata={"help": "Loss recipe: " + ", ".join(RECIPES)})
-    recipe_options: str | None = field(default=None, metadata={"help": "Fields of the recipe to replace, as JSON."})
+    recipe_options: Any = field(default=None, metadata={"help": "Fields of the recipe to replace, as JSON."})
     num_anchors: int = field(default=512, metadata={"help": "Blocks cut out of each text."})
     chunk_blocks: int | None = field(default=None, metadata={"help": "Blocks whose logits exist at one time."})
     loss_memory_mb: int = field(default=2048, metadata={"help": "Memory of the loss in MiB, sets `chunk_blocks`."})

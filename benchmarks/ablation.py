@@ -1,0 +1,187 @@
+"""What each part of the xPress recipe is worth: arms trained alike from one warm start, then measured alike.
+
+    python benchmarks/ablation.py --start WARM --features FEATURES --data DATA --output runs/ablation [--steps 300]
+
+WARM is a drafter without refiner (recipe `dflash`, examples/train_demo_drafter.py), FEATURES a folder of features of
+the embedded target. Every arm sees the same texts, steps and blocks, then answers held-out prompts in bfloat16 with
+generate(), greedy and sampled at temperature 1. An arm that was trained or measured before is not run again.
+Acceptance lengths count the bonus token and are pooled over cycles; intervals are bootstrapped over prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from rich.progress import track
+
+import xpress_hf
+from xpress_hf import XPressDrafter
+from xpress_hf.demo import load_demo_target
+from xpress_hf.evaluation.prompts import read_prompts
+from xpress_hf.evaluation.side_by_side import encode_prompt
+from xpress_hf.modeling.refiner import CausalRefiner, RefinerState
+from xpress_hf.training.features import FeatureDataset
+from xpress_hf.training.trainer import DrafterTrainer, DrafterTrainingArguments
+
+FILES = ("gsm8k.jsonl", "humaneval.jsonl")
+REFINER = {"rank": 64, "mlp_width": 128, "sweeps": 2}
+# Name -> recipe, its options, further training arguments.
+ARMS: dict[str, tuple[str, dict, dict]] = {
+    "dflash": ("dflash", {}, {}),
+    "xpress": ("xpress", {}, {}),
+    "no free-running": ("xpress", {"free_running": 0.0}, {}),
+    "no base anchor": ("xpress", {"base": [0.0, 0.0]}, {}),
+    "frozen backbone": ("xpress", {}, {"freeze_backbone": True}),
+    "markov head": ("xpress", {}, {}),
+    "dpace": ("xpress", {"position_weights": "dpace", "gamma": None}, {}),
+    "chain": ("xpress", {"chain": 0.5}, {}),
+}
+
+
+class MarkovHead(CausalRefiner):
+    """A refiner that sees the previous token alone: no hidden states, no mixing over slots."""
+
+    def begin(self, hidden_states: torch.Tensor) -> RefinerState:
+        rank, size = self.in_proj.out_features, hidden_states.shape[1]
+        identity = torch.eye(size, dtype=hidden_states.dtype, device=hidden_states.device).expand(rank, -1, -1)
+        return RefinerState(hidden_states.new_zeros(*hidden_states.shape[:2], rank), identity)
+
+
+def build(name: str, start: str) -> XPressDrafter:
+    """The warm start with the refiner of this arm."""
+    warm = XPressDrafter.from_pretrained(start)
+    config = copy.deepcopy(warm.config)
+    config.refiner = None if name == "dflash" else REFINER
+    torch.manual_seed(0)
+    drafter = XPressDrafter(config)
+    if name == "markov head":
+        drafter.refiner.__class__ = MarkovHead
+    drafter.load_state_dict(warm.state_dict(), strict=False)
+    return drafter
+
+
+def train(name: str, target, args: argparse.Namespace, folder: Path) -> None:
+    recipe, options, more = ARMS[name]
+    arguments = DrafterTrainingArguments(
+        output_dir=str(folder),
+        recipe=recipe,
+        recipe_options=options,
+        max_steps=args.steps,
+        per_device_train_batch_size=4,
+        num_anchors=48,
+        chunk_blocks=48,
+        loss_vocab_size=12288,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=20,
+        seed=7,
+        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        report_to="none",
+        logging_steps=50,
+        save_strategy="no",
+        disable_tqdm=True,
+        **more,
+    )
+    start = time.perf_counter()
+    trainer = DrafterTrainer(build(name, args.start), arguments, target, train_dataset=FeatureDataset(args.features))
+    trainer.train()
+    trainer.save_model()
+    (folder / "train.json").write_text(
+        json.dumps({"log": trainer.state.log_history, "s": time.perf_counter() - start})
+    )
+
+
+def measure(name: str, target, tokenizer, prompts, args: argparse.Namespace, folder: Path) -> list[dict]:
+    """One row per prompt and temperature, kept in `folder`."""
+    path = folder / "rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    done = {(row["id"], row["temperature"]) for row in rows}
+    drafter = XPressDrafter.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    if name == "markov head":
+        drafter.refiner.__class__ = MarkovHead
+    drafter.speculation.sweeps = None if drafter.refiner is None else args.sweeps
+    with open(path, "a", encoding="utf-8") as file:
+        for prompt in track(prompts, description=name):
+            ids = encode_prompt(tokenizer, prompt.turns[0], target.device)
+            for temperature in (0, 1):
+                if (prompt.id, temperature) in done:
+                    continue
+                options = {"do_sample": True, "temperature": 1.0} if temperature else {"do_sample": False}
+                torch.manual_seed(0)
+                target.generate(ids, assistant_model=drafter, max_new_tokens=args.new, top_k=0, **options)
+                record = drafter.last_acceptance
+                row = {"id": prompt.id, "temperature": temperature, "kept": record.accepted}
+                file.write(json.dumps(row) + "\n")
+                rows.append(row)
+    return rows
+
+
+def pooled(rows: list[dict], draws: np.ndarray) -> tuple[float, np.ndarray]:
+    """Acceptance length over all prompts, and over prompts drawn with replacement [draws]."""
+    table = np.array([[sum(row["kept"]), len(row["kept"])] for row in rows])
+    sums = table[draws].sum(axis=1)
+    return 1 + table[:, 0].sum() / table[:, 1].sum(), 1 + sums[:, 0] / sums[:, 1]
+
+
+def report(measured: dict[str, list[dict]], args: argparse.Namespace) -> str:
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    cpu = next((line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), platform.processor())
+    lines = [
+        f"command: python {' '.join(sys.argv)}",
+        f"torch {torch.__version__}, transformers {transformers.__version__}, xpress_hf {xpress_hf.__version__}; "
+        f"{cpu}, {torch.get_num_threads()} threads; bfloat16; {args.limit} prompts each of {' and '.join(FILES)}, "
+        f"{args.new} new tokens; {args.steps} steps of 192 blocks",
+        "| arm | T = 0 | minus xpress, 95 % | T = 1 | minus xpress, 95 % |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, rows in measured.items():
+        cells = [name]
+        for temperature in (0, 1):
+            own, other = (
+                sorted((row for row in some if row["temperature"] == temperature), key=lambda row: row["id"])
+                for some in (rows, measured.get("xpress", rows))
+            )
+            draws = np.random.default_rng(0).integers(len(own), size=(10_000, len(own)))
+            (value, drawn), (_, reference) = pooled(own, draws), pooled(other, draws)
+            low, high = np.percentile(drawn - reference, [2.5, 97.5])
+            cells += [f"{value:.3f}", "" if name == "xpress" else f"[{low:+.3f}, {high:+.3f}]"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--start", required=True, help="drafter without refiner that all arms start from")
+    parser.add_argument("--features", required=True, help="folder of features of the embedded target")
+    parser.add_argument("--data", required=True, help=f"folder with {' and '.join(FILES)}")
+    parser.add_argument("--output", required=True, help="folder for drafters and rows")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--sweeps", type=int, default=2, help="sweeps in decoding")
+    parser.add_argument("--limit", type=int, default=40, help="prompts of each file")
+    parser.add_argument("--new", type=int, default=64, help="new tokens per prompt")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    target, tokenizer = load_demo_target(report=print)
+    prompts = [prompt for name in FILES for prompt in read_prompts(Path(args.data) / name, args.limit)]
+    folders = {name: Path(args.output) / name.replace(" ", "-") for name in args.arms}
+    for name, folder in folders.items():
+        if not (folder / "train.json").exists():
+            train(name, target, args, folder)
+    measured = {name: measure(name, target, tokenizer, prompts, args, folder) for name, folder in folders.items()}
+    print(report(measured, args))
+
+
+if __name__ == "__main__":
+    main()
