@@ -60,9 +60,8 @@ class FiniteGradients(TrainerCallback):
         # A scaler of half precision meets such gradients on purpose and skips their steps itself.
         if args.fp16:
             return
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
-                raise FloatingPointError(
-                    f"Step {state.global_step}: the gradient of `{name}` is not finite. Look for values that are not "
-                    "finite in the target's hidden states, or lower the learning rate; nothing was updated."
-                )
+        if not all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None):
+            raise FloatingPointError(
+                f"Step {state.global_step}: a gradient is not finite. Look for values that are not finite in the "
+                "target's hidden states, or lower the learning rate; nothing was updated."
+            )

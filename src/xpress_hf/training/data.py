@@ -77,6 +77,9 @@ class TextCollator:
 
     def __call__(self, texts: Iterable[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         texts = list(texts)
+        if not any(len(text["input_ids"]) for text in texts):
+            # The target cannot read a batch without a single place; one of padding trains nothing.
+            texts = [{key: value.new_zeros(1, *value.shape[1:]) for key, value in text.items()} for text in texts]
         lengths = torch.tensor([len(text["input_ids"]) for text in texts])
         batch: dict[str, torch.Tensor] = {}
         for key in texts[0]:

@@ -17,6 +17,7 @@ from .arguments import DrafterTrainingArguments
 from .blocks import Blocks, block_visibility, cut_blocks, draw_batch_anchors, seeded_generator
 from .checks import FiniteGradients, check_dataset, check_recipe
 from .data import TextCollator
+from .documents import packed_target_states
 from .features import target_states
 from .losses import BlockTargets, LossVocabulary, block_loss, chunk_for_memory
 from .optimizer import MuonWithAdamW
@@ -171,7 +172,10 @@ class DrafterTrainer(Trainer):
             return inputs["context_hidden_states"], inputs["teacher_hidden_states"]
         device = self.target_model.device
         ids, mask = (inputs[key].to(device) for key in ("input_ids", "attention_mask"))
-        return target_states(self.target_model, ids, mask, self.drafter.config.target_layer_ids)
+        layers = self.drafter.config.target_layer_ids
+        if "document_ids" in inputs:
+            return packed_target_states(self.target_model, ids, inputs["document_ids"].to(device), layers)
+        return target_states(self.target_model, ids, mask, layers)
 
     def _run(
         self, model: Any, inputs: dict[str, torch.Tensor], blocks: Blocks, weights: torch.Tensor
