@@ -60,7 +60,7 @@ def build(options: argparse.Namespace) -> DrafterTrainer:
         eval_strategy="steps" if options.save_steps < options.steps else "no",
         eval_steps=options.save_steps,
         metric_for_best_model="bare_block_acceptance_length",
-        loss_vocab_size=48,
+        loss_vocab_size=options.loss_vocab_size,
         replay_texts=1,
         seed=3,
     )
@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--kill-at", type=int)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--loss-vocab-size", type=int)
     parser.add_argument("--manual", choices=["sharded", "plain"])
     options = parser.parse_args()
     torch.set_num_threads(1)
