@@ -75,14 +75,17 @@ def test_the_thinking_switch_moves_the_chain_of_thought_into_the_prompt():
 
 
 def test_an_answer_starts_where_the_prompt_ends():
-    """A line break that begins an answer must not melt into the one that ends the prompt."""
+    """Line breaks that begin an answer must not melt into the one that ends the prompt."""
     tokenizer = build_tokenizer(CHATML)
-    assert len(tokenizer("\n\n")["input_ids"]) == 1, "the tokenizer has no token to melt into"
-    messages = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "\nthree"}]
+    messages = [{"role": "user", "content": "two"}, {"role": "assistant", "content": "\n\nthree"}]
+    template = ChatTemplate(tokenizer)
+    prompt = template.prompt_ids(messages[:1])
+    whole = tokenizer(template.render(messages), add_special_tokens=False)["input_ids"]
+    assert whole[: len(prompt)] != prompt, "nothing melts here"
     text = encode_conversation({"messages": messages}, tokenizer)
-    prompt = ChatTemplate(tokenizer).prompt_ids(messages[:1])
     assert text["input_ids"][: len(prompt)].tolist() == prompt
     assert text["loss_mask"].tolist() == [0] * len(prompt) + [1] * (len(text["input_ids"]) - len(prompt))
+    assert supervised(tokenizer, text) == ["\n\nthree<|im_end|>"]
 
 
 def test_response_ids_are_kept_and_closed_once():

@@ -77,11 +77,10 @@ class ChatTemplate:
             ValueError: the template cannot mark the assistant's part.
         """
         text = self.render(messages, add_generation_prompt)
-        marked = self._marked(messages, add_generation_prompt)
-        if marked is None:
-            ids, ranges = self._tokenize(text, self._spans(messages, text, add_generation_prompt))
-        else:
-            ids, ranges = marked
+        spans = self._marked_spans(messages, text, add_generation_prompt)
+        if spans is None:
+            spans = self._spans(messages, text, add_generation_prompt)
+        ids, ranges = self._tokenize(text, spans)
         mask = [0] * len(ids)
         for start, stop in ranges:
             stop = self._close_turn(ids, start, stop)
@@ -108,7 +107,7 @@ class ChatTemplate:
         # As in `apply_chat_template`: the template itself writes the special tokens.
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _marked(self, messages: list[Message], add_generation_prompt: bool) -> tuple[list[int], list[Span]] | None:
+    def _marked_spans(self, messages: list[Message], text: str, add_generation_prompt: bool) -> list[Span] | None:
         template = self.tokenizer.get_chat_template(None, self.tools)
         if not MARK.search(template) or not self.tokenizer.is_fast:
             return None
@@ -127,7 +126,9 @@ class ChatTemplate:
                 "The chat template has `{% generation %}` marks, but none around the answers of this conversation; "
                 "put them around the assistant's text and its end-of-turn token, or remove them all."
             )
-        return encoded["input_ids"], runs
+        # Back to characters: the mask of some versions misses the last bytes of a character of several tokens.
+        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        return [(offsets[start][0], offsets[stop - 1][1]) for start, stop in runs]
 
     def _spans(self, messages: list[Message], text: str, add_generation_prompt: bool) -> list[Span]:
         spans: list[Span] = []
