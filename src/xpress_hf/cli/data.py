@@ -21,7 +21,9 @@ from rich.progress import (
 from rich.text import Text
 
 from ..training import regeneration
-from .common import DTYPES, AsJson, Device, Temperature, finish, load_target
+from ..training.data import ConversationDataset
+from ..training.features import write_features
+from .common import DTYPES, AsJson, Device, Temperature, finish, load_drafter, load_target
 
 Split = Annotated[str, typer.Option(help="Split of a named dataset.")]
 TargetName = Annotated[str, typer.Option(help="Folder, Hub id, or `demo`; with --base-url the served name.")]
@@ -119,3 +121,58 @@ def regenerate(
         "tokens_per_s": summary.tokens_per_s,
     }
     finish(figures, True, as_json)
+
+
+def features(
+    conversations: Annotated[list[str], typer.Option(help="Answers: JSONL, saved dataset, or a name; repeatable.")],
+    output: Annotated[Path, typer.Option(help="Folder of features; one that exists is continued.")],
+    target: Annotated[str, typer.Option(help="Causal LM: folder, Hub id, or `demo`.")] = "demo",
+    target_layer_ids: Annotated[str | None, typer.Option(help="Taps, zero-based, such as 1,7,14,20,27.")] = None,
+    drafter: Annotated[str | None, typer.Option(help="Takes the taps and the mask id of this drafter.")] = None,
+    mask_token_id: Annotated[int | None, typer.Option(help="The drafter's mask id; no text may hold it.")] = None,
+    split: Split = "train",
+    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens kept at most of each text.")] = None,
+    chat_template_kwargs: TemplateSwitches = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Texts of one forward of the target.")] = 8,
+    dtype: DtypeName = "auto",
+    device: Device = "cpu",
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Reads the hidden states of the target on answers once; training then needs no forward of the target."""
+    if (target_layer_ids is None) == (drafter is None):
+        raise ValueError("Give the taps by either `--target-layer-ids` or `--drafter`.")
+    console = Console(stderr=as_json)
+    switches = json_object("--chat-template-kwargs", chat_template_kwargs)
+    model, tokenizer = load_target(target, dtype, device, revision, console)
+    if drafter is not None:
+        config = load_drafter(drafter, model, target, console).config
+        layers, mask_token_id = config.target_layer_ids, config.mask_token_id
+    else:
+        layers = parse_layers(target_layer_ids, model.config.get_text_config().num_hidden_layers)
+    parts = [
+        ConversationDataset(source, tokenizer, max_length, split, switches, mask_token_id) for source in conversations
+    ]
+    with progress_bar(console) as progress:
+        task = progress.add_task("texts", total=sum(map(len, parts)), num_tokens=0)
+
+        def advance(num_texts: int, num_tokens: int) -> None:
+            progress.update(task, advance=num_texts, num_tokens=progress.tasks[0].fields["num_tokens"] + num_tokens)
+
+        texts = (part[index] for part in parts for index in range(len(part)))
+        count = write_features(model, texts, output, layers, batch_size, tokenizer, advance)
+        progress.update(task, completed=count)
+    console.print(f"{output}: {count} texts", highlight=False, markup=False)
+    finish({"num_texts": count, "target_layer_ids": layers}, True, as_json)
+
+
+def parse_layers(text: str, num_layers: int) -> list[int]:
+    """Taps from a list with commas."""
+    try:
+        layers = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"`--target-layer-ids` must be numbers with commas between them, got {text!r}.") from error
+    # The hidden state of the last layer comes behind the final norm only.
+    if not all(0 <= layer < num_layers - 1 for layer in layers):
+        raise ValueError(f"`--target-layer-ids` must lie in 0 .. {num_layers - 2}, got {text!r}.")
+    return layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,20 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
     if content is None and not turn.get("tool_calls"):
         raise ValueError(f"{where}: a turn of the role {name!r} has neither `content` nor `tool_calls`.")
     return {**message, "role": ROLES[name], "content": "" if content is None else content}
+
+
+def drop_unfinished_line(path: Path) -> None:
+    """Cuts off what follows the last line end of a file: the line that a killed run left unfinished."""
+    with open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        stop, chunk = end, 1 << 16
+        while stop > 0:
+            start = max(0, stop - chunk)
+            file.seek(start)
+            place = file.read(stop - start).rfind(b"\n")
+            if place >= 0:
+                stop = start + place + 1
+                break
+            stop = start
+    if stop != end:
+        os.truncate(path, stop)

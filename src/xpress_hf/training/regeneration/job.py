@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..sources import drop_unfinished_line
 from .prompts import Answer, Prompt, Sampling
 from .server import ServerError
 
@@ -153,20 +153,3 @@ def user_texts(messages: list[dict[str, Any]]) -> list[Any]:
 def identity(users: list[Any], kwargs: dict[str, Any]) -> str:
     """One text for a prompt and its switches."""
     return json.dumps([users, kwargs], sort_keys=True)
-
-
-def drop_unfinished_line(path: Path) -> None:
-    """Cuts off what follows the last line end of a file: the line that a killed run left unfinished."""
-    with open(path, "rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        stop, chunk = end, 1 << 16
-        while stop > 0:
-            start = max(0, stop - chunk)
-            file.seek(start)
-            place = file.read(stop - start).rfind(b"\n")
-            if place >= 0:
-                stop = start + place + 1
-                break
-            stop = start
-    if stop != end:
-        os.truncate(path, stop)
