@@ -21,7 +21,7 @@ def main() -> None:
     args = parser.parse_args()
     target, tokenizer = load_demo_target(report=print)
     texts = (text for path in args.conversations for text in ConversationDataset(path, tokenizer))
-    count = write_features(target, texts, args.output, TAPS)
+    count = write_features(target, texts, args.output, TAPS, tokenizer=tokenizer)
     print(f"{args.output}: {count} texts")
 
 

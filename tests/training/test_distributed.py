@@ -19,7 +19,11 @@ def run(output: Path, processes: int, *arguments: str) -> dict:
     if processes > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
     done = subprocess.run(
-        [sys.executable, *launcher, MODULE, str(output), *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [sys.executable, *launcher, MODULE, str(output), *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((output / "figures.json").read_text())

@@ -112,7 +112,7 @@ def test_features_on_disk_give_the_loss_of_online_states(tmp_path):
     writer = FeatureWriter(tmp_path / "features", FeatureMeta(layers, 32, "tiny"))
     for ids in texts:
         taps, last = target_states(target, ids[None], torch.ones_like(ids[None]), layers)
-        writer.add(ids.tolist(), 5, torch.cat([taps, last], dim=-1)[0, :-1])
+        writer.add(ids.tolist(), text_of(ids, 5)["loss_mask"], torch.cat([taps, last], dim=-1)[0, :-1])
     writer.close()
     stored = FeatureDataset(tmp_path / "features")
     assert len(stored) == 3
@@ -148,7 +148,7 @@ def test_a_feature_folder_is_continued_and_never_mixed(tmp_path):
     meta = FeatureMeta([0, 1], 4, "tiny")
     for first in (0, 3):
         writer = FeatureWriter(tmp_path, meta)
-        writer.add([1, 2, 3, 4], 1, torch.full((3, 12), float(first)))
+        writer.add([1, 2, 3, 4], torch.tensor([0, 1, 1, 1]), torch.full((3, 12), float(first)))
         writer.close()
     dataset = FeatureDataset(tmp_path)
     assert dataset[1]["context_hidden_states"][:, 0].tolist() == [3, 3, 3, 0]
@@ -237,14 +237,12 @@ def test_a_drafter_without_refiner_cannot_be_trained_as_xpress(tmp_path):
 
 
 def test_texts_without_a_supervised_token(tmp_path):
-    """They train nothing and stop nothing; in a feature folder, which keeps prompt lengths, they are refused."""
+    """They train nothing and stop nothing."""
     target, drafter = build_target(), build_drafter()
     text = {"input_ids": prompt(9)[0], "loss_mask": torch.zeros(9, dtype=torch.long)}
     trainer = DrafterTrainer(drafter, arguments(tmp_path), target)
     loss = trainer.compute_loss(drafter, TextCollator()([text]))
     assert loss.item() == 0
-    with pytest.raises(ValueError, match="no supervised token"):
-        write_features(target, [text], tmp_path / "features", [0, 1])
 
 
 def test_features_of_other_taps_are_refused(tmp_path):

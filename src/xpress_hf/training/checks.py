@@ -46,11 +46,8 @@ def check_dataset(dataset: Any, drafter: XPressDrafter, target: PreTrainedModel)
     for one in dataset.values() if isinstance(dataset, dict) else [dataset]:
         if hasattr(one, "__len__") and len(one) == 0:
             raise ValueError("The data set is empty: there is nothing to learn from; look at the filters before it.")
-        if isinstance(one, FeatureDataset) and one.meta.target_layer_ids != drafter.config.target_layer_ids:
-            raise ValueError(
-                f"`target_layer_ids`: the features were read at layers {one.meta.target_layer_ids}, the drafter taps "
-                f"{drafter.config.target_layer_ids}; read the features anew."
-            )
+        if isinstance(one, FeatureDataset):
+            one.check(target, target_layer_ids=drafter.config.target_layer_ids)
 
 
 class FiniteGradients(TrainerCallback):

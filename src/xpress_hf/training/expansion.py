@@ -98,7 +98,7 @@ class ExpansionBound:
     def __str__(self) -> str:
         verdict = "may pay" if self.pays() else "cannot pay"
         return (
-            f"block {self.block_size} -> {self.new_block_size}: acceptance length {self.acceptance_length:.3f}, ceiling "
-            f"bin {self.ceiling_share:.1%}, so new slots add at most {self.bound:.3f} tokens per cycle "
+            f"block {self.block_size} -> {self.new_block_size}: acceptance length {self.acceptance_length:.3f}, "
+            f"ceiling bin {self.ceiling_share:.1%}, so new slots add at most {self.bound:.3f} tokens per cycle "
             f"({self.bound / self.acceptance_length:.1%}) while the old slots do not improve: expanding {verdict}"
         )

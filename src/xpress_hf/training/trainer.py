@@ -17,10 +17,10 @@ from .arguments import DrafterTrainingArguments
 from .blocks import Blocks, block_visibility, cut_blocks, draw_batch_anchors, seeded_generator
 from .checks import FiniteGradients, check_dataset, check_recipe
 from .data import TextCollator
-from .documents import packed_target_states
 from .features import target_states
 from .losses import BlockTargets, LossVocabulary, block_loss, chunk_for_memory
 from .optimizer import MuonWithAdamW
+from .packing import packed_target_states
 from .recipes import Recipe
 
 __all__ = ["DrafterTrainer", "DrafterTrainingArguments"]
