@@ -217,6 +217,16 @@ class XPressConfig(PreTrainedConfig):
             raise ValueError(f"`mask_token_id` must be an integer, got {self.mask_token_id!r}.")
         if not isinstance(self.rms_norm_eps, int | float) or not self.rms_norm_eps > 0:
             raise ValueError(f"`rms_norm_eps` must be a number > 0, got {self.rms_norm_eps!r}.")
+        for name in ("attention_dropout", "initializer_range"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value < 1:
+                raise ValueError(f"`{name}` must be a number in [0, 1), got {value!r}.")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            if value is not None and not all(
+                is_integer(one) for one in (value if isinstance(value, list) else [value])
+            ):
+                raise ValueError(f"`{name}` must be an integer, a list of them, or null, got {value!r}.")
         for name in ("attention_bias", "tie_word_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"`{name}` must be true or false, got {getattr(self, name)!r}.")

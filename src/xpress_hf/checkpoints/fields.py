@@ -83,6 +83,13 @@ def required(source: Source, key: str) -> Any:
     return value
 
 
+def flag(value: Any, name: str) -> bool | None:
+    """A switch of a config file; anything but true, false and null is an error, since a text would count as true."""
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"`{name}` must be true or false, got {value!r}.")
+    return value
+
+
 def check_supported(config: Config) -> None:
     """Raises `ValueError` for a field that changes what the drafter computes in a way that is not built here."""
     for name, neutral, needed in UNSUPPORTED_FIELDS:
@@ -129,7 +136,7 @@ def layer_types(config: Config, sizes: Config) -> list[str] | None:
     """Explicit types, else what `use_sliding_window` and `max_window_layers` of a Qwen3 config mean; `None` = full."""
     if config.get("layer_types"):
         return config["layer_types"]
-    if not config.get("use_sliding_window") or config.get("sliding_window") is None:
+    if not flag(config.get("use_sliding_window"), "use_sliding_window") or config.get("sliding_window") is None:
         return None
     first = config.get("max_window_layers", 0)
     count = sizes.get("num_hidden_layers", 0)
@@ -171,8 +178,9 @@ def block_attention(source: Source) -> str | list[str]:
     layer: sliding layers are causal, full ones bidirectional, the rule that serving engines and the trainers of these
     files share (facts/dflash 1.7)."""
     inner = source.nested("dflash_config")
-    for causal in (inner.get("causal_head"), source.config.get("is_causal"), inner.get("causal")):
-        if causal is not None:
+    places = ((inner, "causal_head"), (source.config, "is_causal"), (inner, "causal"))
+    for place, name in places:
+        if (causal := flag(place.get(name), name)) is not None:
             return "causal" if causal else "bidirectional"
     return by_layer_type(source.config.get("layer_types"))
 
@@ -223,7 +231,7 @@ def native_fields(source: Source) -> Config:
 
 def adaflash_fields(source: Source) -> Config:
     """z-lab DFlash with a length head, whose width comes from its tensors."""
-    if not either(source, "thresh_head_direct_len"):
+    if not flag(either(source, "thresh_head_direct_len"), "thresh_head_direct_len"):
         raise ValueError(
             "`thresh_head_direct_len` is not true: this length head predicts a confidence threshold, not a length, "
             "and cannot be used here; remove its tensors to load the drafter alone."
@@ -257,7 +265,7 @@ def refiner_fields(source: Source, mixer: str, gate: str, table: str, sweeps: An
 def serving_fields(source: Source) -> Config:
     """Published xPress layout, and the training file once its two state dicts are joined under these names."""
     config = source.config
-    if config.get("sample_from_anchor"):
+    if flag(config.get("sample_from_anchor"), "sample_from_anchor"):
         raise ValueError("`sample_from_anchor` is true: the serving layout of xPress exists for the fill layout only.")
     if config.get("xpress_mixer_format", "raw") != "raw":
         raise ValueError(
@@ -289,9 +297,10 @@ def speculators_fields(source: Source) -> Config:
         found["target_hidden_size"] = config["target_hidden_size"]
     offset = 1 if source.tap_offset is None else source.tap_offset
     found["target_layer_ids"] = shifted_taps(config.get("aux_hidden_state_layer_ids"), offset)
-    found["slot_layout"] = "shift" if config.get("sample_from_anchor") else "fill"
+    found["slot_layout"] = "shift" if flag(config.get("sample_from_anchor"), "sample_from_anchor") else "fill"
     types = found.get("layer_types")
-    found["block_attention"] = "bidirectional" if config.get("sliding_window_non_causal") else by_layer_type(types)
+    free = flag(config.get("sliding_window_non_causal"), "sliding_window_non_causal")
+    found["block_attention"] = "bidirectional" if free else by_layer_type(types)
     verifier = (source.nested("speculators_config").get("verifier") or {}).get("name_or_path")
     if verifier:
         found["target"] = {"name": verifier}

@@ -130,7 +130,8 @@ def any_key(pattern: str) -> Recogniser:
 
 def any_architecture(pattern: str) -> Recogniser:
     def recognise(config: Config, shapes: Shapes) -> str | None:
-        found = [name for name in config.get("architectures") or [] if re.search(pattern, str(name))]
+        names = config.get("architectures")
+        found = [name for name in names if re.search(pattern, str(name))] if isinstance(names, list) else []
         return f"`architectures` names {found[0]!r}" if found else None
 
     return recognise

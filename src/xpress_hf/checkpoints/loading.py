@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.hub import extract_commit_hash
 
 from ..configuration import XPressConfig
@@ -108,7 +109,9 @@ def open_checkpoint(
     facts = Source(stored_config, shapes, tap_offset, [])
     if config is None:
         config = build_config(detection.layout, facts, overrides or {})
-    if not is_own:
+    if is_own:
+        check_own_index(source, options)
+    else:
         check_maps(tensors)
     ours, ignored = sort_tensors(tensors, detection.layout)
     check_shapes(source, config, {name: tensor.shape for name, tensor in ours.items()})
@@ -141,6 +144,13 @@ def read_weights(source: str, options: dict[str, Any], allow_pickle: bool) -> di
             f"{source!r} has neither model.safetensors nor model.safetensors.index.json; only those are read."
         )
     return open_training_file(path, allow_pickle)
+
+
+def check_own_index(source: str, options: dict[str, Any]) -> None:
+    """Our own layout is loaded by transformers, which reads the sizes in an index."""
+    path = find_file(source, SAFE_WEIGHTS_INDEX_NAME, options)
+    if path is not None and not isinstance(read_json(path, source).get("metadata"), dict):
+        raise OSError(f"{path.name} of {source!r} has no `metadata`; save the checkpoint again.")
 
 
 def build_config(layout: Layout, source: Source, overrides: Config) -> XPressConfig:
