@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
@@ -13,6 +14,16 @@ SLOT_LAYOUTS = ("fill", "shift")
 FUSIONS = ("concat", "layerwise")
 BLOCK_ATTENTIONS = ("bidirectional", "causal")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# Types of rotary embeddings, with the parameters that each cannot do without.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor"),
+}
 
 # Far above any drafter; a larger number in a file is damage, and lists of that length would be built from it.
 MOST_LAYERS = 1000
@@ -198,6 +209,7 @@ class XPressConfig(PreTrainedConfig):
                 )
         self._check_choices()
         self._check_sizes()
+        self._check_dtype_and_rope()
         if self.refiner is not None:
             self._check_refiner()
         if self.length_head is not None:
@@ -239,6 +251,21 @@ class XPressConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` must be a dict or null, got {getattr(self, name)!r}.")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` must be an activation of transformers, got {self.hidden_act!r}.")
+
+    def _check_dtype_and_rope(self) -> None:
+        dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
+        is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if self.dtype is not None and not is_float:
+            raise ValueError(f"`dtype` must name a floating point type of torch, got {self.dtype!r}.")
+        rope = self.rope_parameters or {}
+        kind = rope.get("rope_type", "default")
+        if not isinstance(kind, str) or kind not in ROPE_TYPES:
+            raise ValueError(f"`rope_parameters.rope_type` must be one of {sorted(ROPE_TYPES)}, got {kind!r}.")
+        theta = rope.get("rope_theta", 1.0)
+        if not isinstance(theta, int | float) or not theta > 0:
+            raise ValueError(f"`rope_parameters.rope_theta` must be a number > 0, got {theta!r}.")
+        if missing := [name for name in ROPE_TYPES[kind] if name not in rope]:
+            raise ValueError(f"`rope_parameters` of type {kind!r} lacks {missing}.")
 
     def _check_choices(self) -> None:
         choices = [("slot_layout", [self.slot_layout], SLOT_LAYOUTS), ("fusion", [self.fusion], FUSIONS)]

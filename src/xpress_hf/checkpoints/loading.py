@@ -104,11 +104,13 @@ def open_checkpoint(
     stored_config, commit = read_config(source, options, config is not None)
     tensors = read_weights(source, options, allow_pickle)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    is_own = stored_config.get("model_type") == XPressConfig.model_type or "backbone.norm.weight" in shapes
+    kind = stored_config.get("model_type")
+    is_own = kind == XPressConfig.model_type if stored_config else "backbone.norm.weight" in shapes
     detection = Detection(OWN, "`model_type` is 'xpress'") if is_own else detect(stored_config, shapes)
     facts = Source(stored_config, shapes, tap_offset, [])
     if config is None:
         config = build_config(detection.layout, facts, overrides or {})
+    config.check()
     if is_own:
         check_own_index(source, options)
     else:
