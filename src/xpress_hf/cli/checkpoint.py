@@ -1,8 +1,9 @@
-"""`inspect` and `convert`: what a checkpoint is, and the same drafter in another layout."""
+"""`inspect`, `convert` and `card`: what a checkpoint is, the same drafter in another layout, and its model card."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from ..checkpoints.export import LAYOUTS_OUT, export
 from ..checkpoints.inspection import describe_checkpoint, misfits
 from ..checkpoints.loading import Checkpoint, open_checkpoint
 from ..demo.drafter import DRAFTER_FOLDER
+from ..hub import CardFacts, model_card
 from .common import DEMO, AsJson
 
 Source = Annotated[str, typer.Argument(help="Drafter in any supported layout: folder, Hub id, or `demo`.")]
@@ -125,3 +127,19 @@ def convert(
     console.print(f"{opened.layout} -> {to}: {output}", highlight=False, markup=False)
     for line in lost:
         console.print(f"not written: {line}", highlight=False, markup=False)
+
+
+def card(
+    checkpoint: Source,
+    facts: Annotated[str | None, typer.Option(help="JSON file of facts; see docs/checkpoints.md.")] = None,
+    output: Annotated[str | None, typer.Option(help="File to write. [default: standard output]")] = None,
+    repo_id: Annotated[str | None, typer.Option(help="Where the drafter will be found, for the example.")] = None,
+    revision: Revision = None,
+) -> None:
+    """Writes the model card of a drafter from what its files say and a file of facts."""
+    opened = open_source(checkpoint, revision, None, False)
+    text = str(model_card(opened, None if facts is None else CardFacts.read(facts), repo_id))
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        Path(output).write_text(text, encoding="utf-8")

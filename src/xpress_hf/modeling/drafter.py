@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from .refiner import CausalRefiner, Chooser, greedy_choice, refine_block
 CONFIG_FIELDS = {field.name for field in dataclasses.fields(XPressConfig)} - {
     field.name for field in dataclasses.fields(PreTrainedConfig)
 }
+
+PUSH_OPTIONS = {"repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags"}
 
 
 @dataclass
@@ -149,12 +152,17 @@ class XPressDrafter(PreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
         """As [`PreTrainedModel.save_pretrained`]; `speculation` goes into the config, limits of drafts and the hash of
         every tensor beside it."""
+        push = kwargs.pop("push_to_hub", False)
+        hub = {key: kwargs.pop(key) for key in PUSH_OPTIONS & set(kwargs)}
         self.config.speculation = self.speculation.to_dict() or None
         super().save_pretrained(save_directory, *args, **kwargs)
         if self.generation_config.num_assistant_tokens is not None:
             self.generation_config.save_pretrained(save_directory)
-        if kwargs.get("is_main_process", True):
-            write_hashes(save_directory)
+        if not kwargs.get("is_main_process", True):
+            return
+        write_hashes(save_directory)
+        if push:
+            self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
 
     def forward(
         self,
