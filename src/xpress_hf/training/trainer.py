@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ..decoding.target import Target, check_pair
+from ..hub import write_training_card
 from ..modeling.backbone import additive_mask
 from ..modeling.drafter import XPressDrafter, unwrap_drafter
 from .blocks import Blocks, block_visibility, cut_blocks
@@ -252,3 +253,8 @@ class DrafterTrainer(Trainer):
             if blocks and accepted is not None:
                 logs[f"{prefix}{name}_acceptance_length"] = round(1 + accepted / blocks, 4)
         super().log(logs, *args, **kwargs)
+
+    def create_model_card(self, **kwargs: Any) -> None:
+        """Writes the card of the drafter into `output_dir`; arguments as in `Trainer`."""
+        if self.is_world_process_zero():
+            write_training_card(self, **kwargs)
