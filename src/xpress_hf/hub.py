@@ -144,7 +144,7 @@ def model_card(
     data = card_metadata(checkpoint, facts)
     base_model = data.to_dict().get("base_model")
     name = base_model or facts.target.get("id") or about["target"]["named"]
-    target_name = Path(name).name if name else "an unnamed target"
+    target_name = Path(str(name)).name if name else "an unnamed target"
     revision = facts.target.get("revision") or (checkpoint.config.target or {}).get("revision")
     described = facts.target.get("description") or (f"`{base_model}`" if base_model else target_name)
     template = next((path for path in TEMPLATES if path.is_file()), None)
