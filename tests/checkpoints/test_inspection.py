@@ -79,6 +79,7 @@ def test_the_shipped_drafter():
     facts = json.loads(inspect("demo", "--json")[1])
     assert facts["target_layer_ids"] == [1, 7, 14, 20, 27]
     assert facts["parameters"]["all"] == 18_685_056
+    assert facts["has_hashes"] is True
 
 
 def test_a_refused_checkpoint(tmp_path):
