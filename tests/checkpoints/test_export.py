@@ -208,6 +208,7 @@ def test_what_the_drafter_computes_survives_the_zlab_layout(tmp_path, overrides)
         ({"slot_layout": "shift", **BARE}, "zlab", ["slot_layout", "shift", "speculators"]),
         ({"slot_layout": "shift"}, "serving", ["slot_layout"]),
         ({**BARE, "target_hidden_size": 48}, "zlab", ["target_hidden_size", "48", "32"]),
+        ({**BARE, "target_hidden_size": 48}, "speculators", ["target_hidden_size", "48", "32"]),
         ({**BARE, "vocab_size": None}, "speculators", ["vocab_size"]),
         ({"refiner": {"rank": 8, "mlp_width": 12, "sweeps": 2}}, "speculators", ["mlp_width", "12", "8"]),
         ({**BARE, "block_attention": "causal"}, "speculators", ["block_attention"]),

@@ -65,7 +65,7 @@ def zlab_config(config: XPressConfig) -> Config:
     if config.target_hidden_size != config.hidden_size:
         raise ValueError(
             f"`target_hidden_size` is {config.target_hidden_size}: readers of this layout size the projection by "
-            f"`hidden_size` ({config.hidden_size}); use the layout 'speculators'."
+            f"`hidden_size` ({config.hidden_size})."
         )
     inner: Config = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
     direction: Config = {}
@@ -132,6 +132,11 @@ def speculators_config(config: XPressConfig) -> Config:
         raise ValueError("`vocab_size` is missing, but this layout needs it; load the drafter with `vocab_size=...`.")
     if (config.target or {}).get("embedding_scale"):
         raise ValueError("`target.embedding_scale` has no place in this layout.")
+    if config.target_hidden_size != config.hidden_size:
+        raise ValueError(
+            f"`target_hidden_size` is {config.target_hidden_size}: the library sizes the projection by `hidden_size` "
+            f"({config.hidden_size})."
+        )
     directions = config.block_attention_per_layer
     free = set(directions) == {"bidirectional"}
     if not free and directions != default_directions(config):
