@@ -26,7 +26,7 @@ from tests.checkpoints.foreign import (
     values,
     write,
 )
-from tests.conftest import build_target, prompt
+from tests.conftest import build_drafter, build_target, prompt
 from xpress_hf import XPressDrafter
 from xpress_hf.checkpoints.loading import open_checkpoint
 
@@ -357,6 +357,17 @@ def test_fields_given_to_from_pretrained_replace_those_of_the_file(tmp_path):
         XPressDrafter.from_pretrained(tmp_path, slot_layout="left")
     with pytest.raises(TypeError, match="blok_size"):
         XPressDrafter.from_pretrained(tmp_path, blok_size=4)
+
+
+@pytest.mark.parametrize("layout", ["own", "foreign"])
+def test_a_subfolder(tmp_path, layout):
+    if layout == "own":
+        build_drafter().save_pretrained(tmp_path / "inner")
+    else:
+        write(tmp_path / "inner", ZLAB, values(DFLASH))
+    assert XPressDrafter.from_pretrained(tmp_path, subfolder="inner").config.block_size == 8
+    with pytest.raises(OSError, match=r"config\.json"):
+        XPressDrafter.from_pretrained(tmp_path)
 
 
 def test_what_was_left_aside_is_said(tmp_path, caplog):

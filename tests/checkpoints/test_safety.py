@@ -203,6 +203,14 @@ def test_memory_of_a_conversion_stays_near_one_shard(tmp_path, shard, bounds):
     assert bounds[0] <= grown < bounds[1], f"{grown / 1e6:.0f} MB more for {size / 1e6:.0f} MB"
 
 
+def test_a_loaded_drafter_does_not_hang_on_its_file(folder):
+    drafter = XPressDrafter.from_pretrained(folder)
+    before = {name: value.clone() for name, value in drafter.state_dict().items()}
+    with open(folder / "model.safetensors", "r+b") as file:
+        file.write(bytes((folder / "model.safetensors").stat().st_size))
+    assert all(torch.equal(value, before[name]) for name, value in drafter.state_dict().items())
+
+
 def test_opening_reads_no_values(folder, monkeypatch):
     monkeypatch.setattr("xpress_hf.checkpoints.files.read_tensor", lambda *args: pytest.fail("a tensor was read"))
     assert len(open_checkpoint(folder).tensors) == len(DFLASH)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoints.foreign import DFLASH, SERVING_HEAD, ZLAB, values
+from tests.conftest import build_config
 from xpress_hf import XPressDrafter
 
 
@@ -37,6 +38,18 @@ def test_a_pickle_is_read_only_when_allowed(tmp_path):
     assert drafter.config.refiner == {"rank": 8, "mlp_width": 16, "sweeps": 6}
     assert torch.equal(drafter.refiner.mixer, content["refiner_state_dict"]["mix.L"])
     assert torch.equal(drafter.fusion.fc.weight, content["draft_state_dict"]["fc.weight"])
+
+
+def test_a_training_file_without_a_config(tmp_path):
+    """Its arguments do not describe the layers; a config of one's own does."""
+    training_file(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(OSError, match=r"config\.json"):
+        XPressDrafter.from_pretrained(tmp_path, allow_pickle=True)
+    config = build_config(refiner={"rank": 8, "mlp_width": 16, "sweeps": 4})
+    drafter = XPressDrafter.from_pretrained(tmp_path, allow_pickle=True, config=config)
+    assert drafter.num_sweeps == 4
+    assert config._name_or_path == ""
 
 
 class Intruder:

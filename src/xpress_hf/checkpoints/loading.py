@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from dataclasses import dataclass, field
@@ -61,7 +62,8 @@ class Checkpoint:
         return self.layout == OWN.name
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.read() for name, tensor in self.tensors.items()}
+        """Copies of all values: views of the file would change with it, and are not aligned as kernels like it."""
+        return {name: tensor.read().clone() for name, tensor in self.tensors.items()}
 
     def check_hashes(self) -> None:
         """Raises `ValueError` when values are not those that were saved; without a file of hashes nothing is read."""
@@ -110,6 +112,8 @@ def open_checkpoint(
     facts = Source(stored_config, shapes, tap_offset, [])
     if config is None:
         config = build_config(detection.layout, facts, overrides or {})
+    else:
+        config = copy.deepcopy(config)
     config.check()
     if is_own:
         check_own_index(source, options)
