@@ -8,6 +8,7 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -240,6 +241,14 @@ def test_a_sweep_count_set_on_the_drafter_is_what_servers_run(tmp_path):
     drafter.speculation.sweeps = 4
     export(drafter, tmp_path / "out", "serving")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["xpress_num_passes"] == 4
+
+
+def test_adapters_have_to_be_merged(tmp_path):
+    adapted = get_peft_model(build_drafter(**BARE), LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"unexpected_keys.*lora_A"):
+        export(adapted, tmp_path / "out", "zlab")
+    export(adapted.merge_and_unload(), tmp_path / "out", "zlab")
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(DFLASH)
 
 
 def test_shards(tmp_path):

@@ -18,7 +18,7 @@ import torch
 from transformers.utils.hub import convert_file_size_to_int
 
 from ..configuration import XPressConfig
-from ..modeling.drafter import XPressDrafter
+from ..modeling.drafter import XPressDrafter, is_drafter, unwrap_drafter
 from .exported_fields import (
     adaflash_config,
     dflare_config,
@@ -39,6 +39,7 @@ from .layouts import (
     rename_back,
 )
 from .loading import Checkpoint, open_checkpoint
+from .shapes import check_shapes
 from .writing import complete_folder, write_shards
 
 SAFETENSORS_NAMES = {
@@ -99,6 +100,9 @@ def export(
     if to not in LAYOUTS_OUT:
         raise ValueError(f"`to` must be one of {sorted(LAYOUTS_OUT)}, got {to!r}.")
     checkpoint = as_checkpoint(source)
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    # A loaded drafter may carry adapters, which have to be merged first.
+    check_shapes(checkpoint.source, checkpoint.config, shapes)
     config, lost = reduced_config(checkpoint.config, to, drop_refiner, drop_length_head)
     values = LAYOUTS_OUT[to].config(config)
     tensors = {}
@@ -118,17 +122,20 @@ def export(
 
 
 def as_checkpoint(source: Any) -> Checkpoint:
+    """An opened checkpoint, a folder, a Hub id, or a loaded drafter (wrapped or not) -> an opened checkpoint."""
     if isinstance(source, Checkpoint):
         return source
-    if not isinstance(source, XPressDrafter):
+    if not is_drafter(source):
         return open_checkpoint(source)
+    source = unwrap_drafter(source)
     config = copy.deepcopy(source.config)
     config.speculation = source.speculation.to_dict() or None
     tensors = {
         name: StoredTensor(tuple(value.shape), SAFETENSORS_NAMES[value.dtype], partial(plain_copy, value))
         for name, value in source.state_dict().items()
     }
-    return Checkpoint(source.config._name_or_path, config, "own", "it is loaded", tensors)
+    name = source.config._name_or_path or "the loaded drafter"
+    return Checkpoint(name, config, "own", "it is loaded", tensors)
 
 
 def plain_copy(value: torch.Tensor) -> torch.Tensor:
