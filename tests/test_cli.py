@@ -100,6 +100,22 @@ def test_a_text_generation_pipeline(folders):
     assert drafter.last_acceptance.num_cycles > 0
 
 
+def test_a_pipeline_with_a_drafter_that_lacks_special_ids(folders):
+    """Configs of foreign layouts do not know the target's special ids, which pipelines compare."""
+    target = AutoModelForCausalLM.from_pretrained(folders[0])
+    target.config.eos_token_id = 2
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    drafter = build_drafter(vocab_size=None, refiner=None)
+    assert drafter.config.eos_token_id is None
+    run = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=drafter)
+    plain = pipeline("text-generation", model=target, tokenizer=tokenizer)
+    options = {"max_new_tokens": 12, "do_sample": False}
+    assert run("w3 w4 w5", **options) == plain("w3 w4 w5", **options)
+    assert drafter.last_acceptance.num_cycles > 0
+    with pytest.raises(ValueError, match="tokenizer"):
+        pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=build_target(vocab_size=32))
+
+
 def test_figures_as_json(folders):
     target, drafter = folders
     arguments = ["generate", "--target", target, "--drafter", drafter, "--prompt", "w3 w4", "--max-new-tokens", "20"]

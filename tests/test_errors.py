@@ -37,6 +37,7 @@ def quiet_target():
     ],
 )
 def test_a_drafter_of_another_target(quiet_target, overrides, words):
+    """E5, E10."""
     drafter = build_drafter(**overrides)
     with pytest.raises(ValueError, match="`") as error:
         quiet_target.generate(prompt(), assistant_model=drafter, max_new_tokens=8, do_sample=False)

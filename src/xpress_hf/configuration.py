@@ -6,12 +6,43 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 SLOT_LAYOUTS = ("fill", "shift")
 FUSIONS = ("concat", "layerwise")
 BLOCK_ATTENTIONS = ("bidirectional", "causal")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# Types of rotary embeddings, with the parameters that each cannot do without.
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+# Far above any drafter; a larger number in a file is damage, and lists of that length would be built from it.
+MOST_LAYERS = 1000
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "sliding_window",
+    "num_target_layers",
+    "target_hidden_size",
+    "block_size",
+    "min_visible_prefix",
+)
 
 # Keys that `PreTrainedConfig` reads or writes beside its declared fields.
 _TRANSFORMERS_KEYS = {
@@ -30,6 +61,10 @@ _TRANSFORMERS_KEYS = {
     "_attn_implementation",
     "_commit_hash",
 }
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass
@@ -104,6 +139,7 @@ class XPressConfig(PreTrainedConfig):
             context key/value projections).
         min_visible_prefix: tokens at the head of a block that are visible to the drafter: 1 = the anchor alone.
         refiner: `None` (bare DFlash) or `{"rank": r, "mlp_width": m, "sweeps": default sweeps}`.
+        length_head: `None` or `{"width": bottleneck width}`: the adaptive length head of AdaFlash.
         target: facts about the target that the drafter was trained with (name, revision, dtype, template switches).
             `{"embedding_scale": s}` there overrides the factor that the target itself applies to its embeddings.
         speculation: default [`SpeculationConfig`] of this checkpoint, as a dict.
@@ -141,6 +177,7 @@ class XPressConfig(PreTrainedConfig):
     fusion: str = "concat"
     min_visible_prefix: int = 1
     refiner: dict | None = None
+    length_head: dict | None = None
     target: dict | None = None
     speculation: dict | None = None
     pad_token_id: int | None = None
@@ -152,6 +189,7 @@ class XPressConfig(PreTrainedConfig):
         known = {field.name for field in dataclasses.fields(self)} | _TRANSFORMERS_KEYS
         if unknown := sorted(set(kwargs) - known):
             raise ValueError(f"`XPressConfig` got unknown keys {unknown}; remove them or correct their spelling.")
+        self._check_types()
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
@@ -171,10 +209,63 @@ class XPressConfig(PreTrainedConfig):
                 )
         self._check_choices()
         self._check_sizes()
+        self._check_dtype_and_rope()
         if self.refiner is not None:
             self._check_refiner()
+        if self.length_head is not None:
+            self._check_length_head()
         if self.speculation is not None:
             SpeculationConfig.from_dict(self.speculation)
+
+    def _check_types(self) -> None:
+        """Numbers and lists as they come from a JSON file written by others, before anything is computed from them."""
+        for name in _SIZES:
+            value = getattr(self, name)
+            if value is not None and (not is_integer(value) or value < 1):
+                raise ValueError(f"`{name}` must be an integer >= 1, got {value!r}.")
+        if self.num_hidden_layers > MOST_LAYERS:
+            raise ValueError(f"`num_hidden_layers` must be at most {MOST_LAYERS}, got {self.num_hidden_layers}.")
+        if self.mask_token_id is not None and not is_integer(self.mask_token_id):
+            raise ValueError(f"`mask_token_id` must be an integer, got {self.mask_token_id!r}.")
+        if not isinstance(self.rms_norm_eps, int | float) or not self.rms_norm_eps > 0:
+            raise ValueError(f"`rms_norm_eps` must be a number > 0, got {self.rms_norm_eps!r}.")
+        for name in ("attention_dropout", "initializer_range"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value < 1:
+                raise ValueError(f"`{name}` must be a number in [0, 1), got {value!r}.")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            if value is not None and not all(
+                is_integer(one) for one in (value if isinstance(value, list) else [value])
+            ):
+                raise ValueError(f"`{name}` must be an integer, a list of them, or null, got {value!r}.")
+        for name in ("attention_bias", "tie_word_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be true or false, got {getattr(self, name)!r}.")
+        for name, kind in (("target_layer_ids", int), ("layer_types", str)):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, list | tuple) and all(isinstance(v, kind) for v in value)):
+                raise ValueError(f"`{name}` must be a list of {kind.__name__}, got {value!r}.")
+        for name in ("rope_parameters", "refiner", "length_head", "target", "speculation"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), dict):
+                raise ValueError(f"`{name}` must be a dict or null, got {getattr(self, name)!r}.")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` must be an activation of transformers, got {self.hidden_act!r}.")
+
+    def _check_dtype_and_rope(self) -> None:
+        dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
+        is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if self.dtype is not None and not is_float:
+            raise ValueError(f"`dtype` must name a floating point type of torch, got {self.dtype!r}.")
+        rope = self.rope_parameters or {}
+        kind = rope.get("rope_type", "default")
+        if not isinstance(kind, str) or kind not in ROPE_TYPES:
+            raise ValueError(f"`rope_parameters.rope_type` must be one of {sorted(ROPE_TYPES)}, got {kind!r}.")
+        theta = rope.get("rope_theta", 1.0)
+        if not isinstance(theta, int | float) or not theta > 0:
+            raise ValueError(f"`rope_parameters.rope_theta` must be a number > 0, got {theta!r}.")
+        if missing := [name for name in ROPE_TYPES[kind] if name not in rope]:
+            raise ValueError(f"`rope_parameters` of type {kind!r} lacks {missing}.")
 
     def _check_choices(self) -> None:
         choices = [("slot_layout", [self.slot_layout], SLOT_LAYOUTS), ("fusion", [self.fusion], FUSIONS)]
@@ -233,6 +324,11 @@ class XPressConfig(PreTrainedConfig):
                 raise ValueError(f"`refiner.{name}` must be an integer >= {lowest}, got {value!r}.")
         if self.vocab_size is None:
             raise ValueError("`vocab_size` is missing: a refiner owns [vocab_size, rank] tables.")
+
+    def _check_length_head(self) -> None:
+        width = self.length_head.get("width")
+        if set(self.length_head) != {"width"} or not is_integer(width) or width < 1:
+            raise ValueError(f'`length_head` must be {{"width": integer >= 1}} or null, got {self.length_head!r}.')
 
     @property
     def num_draft_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Registers the model type with the Auto classes."""
+"""Registers the model type with the Auto classes, and the push with the drafter."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from transformers import AutoConfig, AutoModel
 
 from .configuration import XPressConfig
+from .hub import push_to_hub
 from .modeling.drafter import XPressDrafter
 
 logger = logging.getLogger(__name__)
@@ -15,6 +16,8 @@ logger = logging.getLogger(__name__)
 def register() -> None:
     """Makes AutoConfig and AutoModel know `xpress`. A clash with another owner of the name warns and leaves
     `XPressDrafter.from_pretrained` working."""
+    # The card stands above the model, which therefore cannot import it.
+    XPressDrafter.push_to_hub = push_to_hub
     try:
         AutoConfig.register(XPressConfig.model_type, XPressConfig, exist_ok=True)
         AutoModel.register(XPressConfig, XPressDrafter, exist_ok=True)

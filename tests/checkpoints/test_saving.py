@@ -86,3 +86,11 @@ def test_the_older_name_of_dtype(tmp_path, golden):
     build_drafter().save_pretrained(tmp_path)
     for folder in (tmp_path, golden / "dflash_forward" / "checkpoint"):
         assert XPressDrafter.from_pretrained(folder, torch_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_fields_given_to_from_pretrained_replace_those_of_the_file(tmp_path):
+    build_drafter(refiner=None).save_pretrained(tmp_path)
+    loaded = XPressDrafter.from_pretrained(tmp_path, block_size=4, eos_token_id=9)
+    assert (loaded.config.block_size, loaded.config.eos_token_id) == (4, 9)
+    with pytest.raises(TypeError, match="blok_size"):
+        XPressDrafter.from_pretrained(tmp_path, blok_size=4)

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from xpress_hf import XPressConfig, XPressDrafter
 from xpress_hf.checkpoints.layouts import SERVING_REFINER_KEYS, rename
+from xpress_hf.modeling.length_head import verified_length
 from xpress_hf.modeling.refiner import refine_block
 
 
@@ -94,10 +95,11 @@ def test_generation(golden):
         check_generation(target, drafter, case, expected[case["name"]])
 
 
+@pytest.mark.parametrize("layout", ["serving", "speculators"])
 @torch.no_grad()
-def test_serving_checkpoint(golden):
-    """Backbone and refiner of the published layout over three cached cycles, sweeps 0 to 6."""
-    drafter = XPressDrafter.from_pretrained(golden / "xpress_checkpoint" / "serving")
+def test_xpress_checkpoint(golden, layout):
+    """Backbone and refiner of both layouts over three cached cycles, sweeps 0 to 6."""
+    drafter = XPressDrafter.from_pretrained(golden / "xpress_checkpoint" / layout)
     target = AutoModelForCausalLM.from_pretrained(golden / "dflash_generate" / "target")
     given = load_file(golden / "dflash_forward" / "inputs.safetensors")
     expected = load_file(golden / "xpress_checkpoint" / "expected.safetensors")
@@ -118,6 +120,28 @@ def test_serving_checkpoint(golden):
         for sweeps in (0, 1, 2, 5, 6):
             ids, _ = refine_block(drafter.refiner, hidden, base[:, 1:], first, sweeps)
             assert torch.equal(ids, expected[f"{cycle}.jacobi.K{sweeps}"])
+
+
+@torch.no_grad()
+def test_length_head(golden):
+    """Share of the block, and the lengths that follow from it (rates 1.0 and 1.3, at least 1 or 2 slots)."""
+    drafter = XPressDrafter.from_pretrained(golden / "adaflash_head" / "checkpoint")
+    given = load_file(golden / "adaflash_head" / "inputs.safetensors")
+    expected = load_file(golden / "adaflash_head" / "expected.safetensors")
+    share = drafter.length_head(given["x"])
+    close(share, expected["r"], 1e-5)
+    for rate in (1.0, 1.3):
+        for shortest in (1, 2):
+            lengths = verified_length(share, drafter.config.block_size, rate, shortest)
+            assert torch.equal(lengths, expected[f"length.rate{rate}.min{shortest}"].long())
+    inputs = load_file(golden / "dflash_forward" / "inputs.safetensors")
+    hidden = drafter(
+        noise_embeds=inputs["nocache.noise_embedding"],
+        context_hidden_states=inputs["nocache.target_hidden"],
+        position_ids=inputs["nocache.position_ids"],
+    ).last_hidden_state
+    close(hidden, expected["drafter_hidden"], 2e-5)
+    close(drafter.length_head(hidden), expected["r_from_drafter_hidden"], 1e-5)
 
 
 def test_generation_with_a_refiner(golden):

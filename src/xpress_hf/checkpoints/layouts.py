@@ -1,7 +1,7 @@
 """Checkpoint layouts as tables: how to recognise one, what its keys and config fields mean. Pure functions on dicts.
 
-Facts: dflash 7 (layouts), xpress 5 (serving layout). One row of `LAYOUTS` per layout; the first that matches wins.
-Further layouts are further rows; what cannot be run faithfully is a row of `REFUSED`.
+Facts: dflash 7, xpress 5, adaflash 5, trees A2 and C1. One row of `LAYOUTS` per layout; the first that matches wins.
+What cannot be run faithfully is a row of `REFUSED`.
 """
 
 from __future__ import annotations
@@ -9,205 +9,315 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
-from ..configuration import XPressConfig
-
-Config = dict[str, Any]
-
-# A leading `model.` is tolerated everywhere; these tensors belong to the target and are borrowed from it.
-BORROWED = re.compile(r"^(embed_tokens|lm_head)\.")
-
-BACKBONE_KEYS = (
-    (r"^fc\.", "fusion.fc."),
-    (r"^hidden_norm\.", "fusion.norm."),
-    (r"^layer_fusion_weights$", "fusion.mix"),
-    (r"^layers\.", "backbone.layers."),
-    (r"^norm\.", "backbone.norm."),
+from .fields import (
+    Config,
+    Shapes,
+    Source,
+    adaflash_fields,
+    deepspec_fields,
+    native_fields,
+    serving_fields,
+    speculators_fields,
+    zlab_fields,
 )
 
-SERVING_REFINER_KEYS = (
-    (r"^xpress_head\.w1\.", "refiner.token_embed."),
-    (r"^xpress_head\.w2\.", "refiner.readout."),
-    (r"^xpress_head\.mix\.L$", "refiner.mixer"),
-    (r"^xpress_head\.mlp\.", "refiner."),
-    (r"^xpress_head\.(down_h|down_g|in_proj)\.", r"refiner.\1."),
+# (prefix there, prefix here). Reading takes the first row whose left side fits, writing the first whose right side
+# does.
+KeyTable = tuple[tuple[str, str], ...]
+
+BACKBONE_KEYS: KeyTable = (
+    ("fc.", "fusion.fc."),
+    ("hidden_norm.", "fusion.norm."),
+    ("layers.", "backbone.layers."),
+    ("norm.", "backbone.norm."),
+)
+DFLARE_KEYS: KeyTable = (("layer_fusion_weights", "fusion.mix"), *BACKBONE_KEYS)
+NATIVE_KEYS: KeyTable = (
+    ("encoder.fc.", "fusion.fc."),
+    ("encoder.output_norm_enc.", "fusion.norm."),
+    *BACKBONE_KEYS[2:],
+)
+SERVING_REFINER_KEYS: KeyTable = (
+    ("xpress_head.w1.", "refiner.token_embed."),
+    ("xpress_head.w2.", "refiner.readout."),
+    ("xpress_head.mix.L", "refiner.mixer"),
+    ("xpress_head.mlp.gate_proj.", "refiner.gate_proj."),
+    ("xpress_head.mlp.up_proj.", "refiner.up_proj."),
+    ("xpress_head.mlp.down_proj.", "refiner.down_proj."),
+    ("xpress_head.down_h.", "refiner.down_h."),
+    ("xpress_head.down_g.", "refiner.down_g."),
+    ("xpress_head.in_proj.", "refiner.in_proj."),
+)
+SPECULATORS_REFINER_KEYS: KeyTable = (
+    ("refiner_head.token_embed.", "refiner.token_embed."),
+    ("refiner_head.readout.", "refiner.readout."),
+    ("refiner_head.mix_l", "refiner.mixer"),
+    ("refiner_head.mlp_gate.", "refiner.gate_proj."),
+    ("refiner_head.mlp_up.", "refiner.up_proj."),
+    ("refiner_head.mlp_down.", "refiner.down_proj."),
+    ("refiner_head.down_h.", "refiner.down_h."),
+    ("refiner_head.down_g.", "refiner.down_g."),
+    ("refiner_head.in_proj.", "refiner.in_proj."),
+)
+LENGTH_HEAD_KEYS: KeyTable = (
+    ("thresh_head_two_model.down.", "length_head.down."),
+    ("thresh_head_two_model.res.0.", "length_head.residual."),
+    ("thresh_head_two_model.out.", "length_head.out."),
+    ("thresh_head.down.", "length_head.down."),
+    ("thresh_head.res.0.", "length_head.residual."),
+    ("thresh_head.out.", "length_head.out."),
 )
 
-# Config fields that mean the same in every layout derived from Qwen3.
-SHARED_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "rms_norm_eps",
-    "attention_bias",
-    "attention_dropout",
-    "max_position_embeddings",
-    "layer_types",
-    "num_target_layers",
-    "target_hidden_size",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "dtype",
+# (tensors that are left aside, why)
+IGNORED = (
+    (r"(embed_tokens|verifier_embed_tokens)\.", "the target's embedding is used"),
+    (r"(lm_head|verifier_lm_head|verifier_norm)\.", "the target's output head is used"),
+    (r"(d2t|t2d)$", "it maps the whole vocabulary onto itself"),
+    (r"(xpress_head\.mix\.tril|refiner_head\.causal_tril)$", "the triangle is a constant"),
+    (r"(.*\.)?rotary_emb\.inv_freq$", "it follows from the config"),
+    (r"mask_embedding(\.weight)?$", "the mask token's row of the target's embedding is used"),
 )
+
+# `None` = no match, else what was seen.
+Recogniser = Callable[[Config, Shapes], str | None]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One row: `matches(config, keys)`, the key renames in order, and the config conversion."""
+    """One row: how the layout is recognised, its key names, and the conversion of its config."""
 
     name: str
-    matches: Callable[[Config, set[str]], bool]
-    keys: tuple[tuple[str, str], ...]
-    config: Callable[[Config, dict[str, tuple[int, ...]]], Config]
+    recognise: Recogniser
+    keys: KeyTable
+    fields: Callable[[Source], Config]
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The layout of a checkpoint and what gave it away."""
+
+    layout: Layout
+    reason: str
 
 
 def rename(key: str, table: Iterable[tuple[str, str]]) -> str | None:
-    """Our name of a tensor; `None` for tensors borrowed from the target; unknown keys stay as they are, so that
-    loading reports them."""
+    """Our name of a tensor; `None` for tensors that are left aside; unknown keys stay as they are, so that loading
+    reports them."""
     key = key.removeprefix("model.")
-    if BORROWED.match(key):
+    if why_ignored(key) is not None:
         return None
-    for pattern, replacement in table:
-        if re.match(pattern, key):
-            return re.sub(pattern, replacement, key)
-    return key
+    return next((ours + key.removeprefix(theirs) for theirs, ours in table if key.startswith(theirs)), key)
 
 
-def either(config: Config, key: str, nested: str = "dflash_config") -> Any:
-    """A field that files carry at the top level or in `dflash_config`; two different values are an error."""
-    top, inner = config.get(key), (config.get(nested) or {}).get(key)
-    if top is not None and inner is not None and top != inner:
-        raise ValueError(f"`{key}` is {top!r} at the top level and {inner!r} in `{nested}`; keep the right one.")
-    return top if top is not None else inner
+def rename_back(key: str, table: Iterable[tuple[str, str]]) -> str | None:
+    """Their name of one of our tensors; `None` when their layout has no place for it."""
+    return next((theirs + key.removeprefix(ours) for theirs, ours in table if key.startswith(ours)), None)
 
 
-def block_attention(config: Config) -> str | list[str]:
-    """Direction inside the block: `is_causal`, then `dflash_config.causal`, then by layer: sliding layers are causal,
-    full ones bidirectional, the rule that serving engines and the trainers of these files share (facts/dflash 1.7)."""
-    causal = config.get("is_causal")
-    if causal is None:
-        causal = (config.get("dflash_config") or {}).get("causal")
-    if causal is not None:
-        return "causal" if causal else "bidirectional"
-    layer_types = config.get("layer_types") or []
-    if "sliding_attention" not in layer_types:
-        return "bidirectional"
-    return ["causal" if kind == "sliding_attention" else "bidirectional" for kind in layer_types]
+def why_ignored(key: str) -> str | None:
+    """Why a tensor is left aside; `None` when it is not."""
+    return next((reason for pattern, reason in IGNORED if re.match(pattern, key)), None)
 
 
-def rope_parameters(config: Config) -> dict[str, Any]:
-    """Old form (`rope_theta`, `rope_scaling` at the top level) and new form (`rope_parameters`) -> new form."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    parameters.setdefault("rope_type", parameters.pop("type", "default"))
-    theta = parameters.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise ValueError("`rope_theta` is missing, at the top level and in `rope_parameters`; add it to config.json.")
-    parameters["rope_theta"] = float(theta)
-    return parameters
+def any_key(pattern: str) -> Recogniser:
+    def recognise(config: Config, shapes: Shapes) -> str | None:
+        found = next((key for key in sorted(shapes) if re.match(pattern, key)), None)
+        return None if found is None else f"it has the tensor `{found}`"
+
+    return recognise
 
 
-def zlab_config(config: Config, shapes: dict[str, tuple[int, ...]]) -> Config:
-    """z-lab DFlash and AngelSlim DFlare: Qwen3 fields, `dflash_config`, `block_size` in either place."""
-    converted = {key: config[key] for key in SHARED_FIELDS if config.get(key) is not None}
-    if "dtype" not in converted and config.get("torch_dtype") is not None:
-        converted["dtype"] = config["torch_dtype"]
-    for key in ("block_size", "mask_token_id", "target_layer_ids"):
-        value = either(config, key)
-        if value is None:
-            raise ValueError(f"`{key}` is missing, at the top level and in `dflash_config`; add it to config.json.")
-        converted[key] = value
-    if "sliding_attention" in (config.get("layer_types") or []):
-        converted["sliding_window"] = config.get("sliding_window")
-    converted["rope_parameters"] = rope_parameters(config)
-    converted["block_attention"] = block_attention(config)
-    converted["fusion"] = "layerwise" if "layer_fusion_weights" in shapes else "concat"
-    return converted
+def any_architecture(pattern: str) -> Recogniser:
+    def recognise(config: Config, shapes: Shapes) -> str | None:
+        names = config.get("architectures")
+        found = [name for name in names if re.search(pattern, str(name))] if isinstance(names, list) else []
+        return f"`architectures` names {found[0]!r}" if found else None
+
+    return recognise
 
 
-def serving_config(config: Config, shapes: dict[str, tuple[int, ...]]) -> Config:
-    """Published xPress layout. Rank, width and block come from the tensors: config files are known to differ."""
-    if config.get("sample_from_anchor"):
-        raise ValueError("`sample_from_anchor` is true: the serving layout of xPress exists for the fill layout only.")
-    if config.get("xpress_mixer_format", "raw") != "raw":
-        raise ValueError(
-            f"`xpress_mixer_format` is {config['xpress_mixer_format']!r}; only the raw mixer can be loaded, since a "
-            "folded one would be folded twice."
-        )
-    converted = zlab_config(config, shapes)
-    needed = ("xpress_head.mix.L", "xpress_head.mlp.gate_proj.weight", "xpress_head.w1.weight")
-    if missing := [key for key in needed if key not in shapes]:
-        raise ValueError(f"The xPress head is incomplete; missing keys: {missing}.")
-    rank, block_size, _ = shapes["xpress_head.mix.L"]
-    if block_size != converted["block_size"]:
-        raise ValueError(
-            f"`block_size` is {converted['block_size']}, but the mixer was trained for {block_size} slots."
-        )
-    converted["vocab_size"] = shapes["xpress_head.w1.weight"][0]
-    converted["refiner"] = {
-        "rank": rank,
-        "mlp_width": shapes["xpress_head.mlp.gate_proj.weight"][0],
-        "sweeps": config.get("xpress_num_passes", 6),
-    }
-    return converted
+def field_value(name: str, pattern: str) -> Recogniser:
+    """A field at the top level or in `dflash_config` whose text matches."""
+
+    def recognise(config: Config, shapes: Shapes) -> str | None:
+        inner = config.get("dflash_config")
+        values = [config.get(name), inner.get(name) if isinstance(inner, dict) else None]
+        found = next((value for value in values if value is not None and re.fullmatch(pattern, str(value))), None)
+        return None if found is None else f"`{name}` is {found!r}"
+
+    return recognise
 
 
-def has_key(pattern: str) -> Callable[[Config, set[str]], bool]:
-    return lambda config, keys: any(re.match(pattern, key.removeprefix("model.")) for key in keys)
+def first_of(*recognisers: Recogniser) -> Recogniser:
+    def recognise(config: Config, shapes: Shapes) -> str | None:
+        return next((reason for one in recognisers if (reason := one(config, shapes)) is not None), None)
+
+    return recognise
 
 
-def has_dflash_config(config: Config, keys: set[str]) -> bool:
-    names = " ".join(config.get("architectures") or [])
-    return "dflash_config" in config or "DFlash" in names or "DFlare" in names
+def all_of(*recognisers: Recogniser) -> Recogniser:
+    def recognise(config: Config, shapes: Shapes) -> str | None:
+        reasons = [one(config, shapes) for one in recognisers]
+        return None if None in reasons else " and ".join(str(reason) for reason in reasons)
 
+    return recognise
+
+
+def has_field(name: str) -> Recogniser:
+    return lambda config, shapes: f"its config has `{name}`" if config.get(name) is not None else None
+
+
+def lacks_field(name: str) -> Recogniser:
+    return lambda config, shapes: f"its config has no `{name}`" if config.get(name) is None else None
+
+
+def reduced_vocabulary(config: Config, shapes: Shapes) -> str | None:
+    """A draft vocabulary smaller than the target's: an own head with fewer rows, or a map between the two."""
+    nested = config.get("transformer_layer_config")
+    rows = (nested if isinstance(nested, dict) else config).get("vocab_size")
+    for key in ("lm_head.weight", "d2t", "refiner_head.readout.weight", "xpress_head.w2.weight"):
+        if shapes.get(key) and isinstance(rows, int) and shapes[key][0] < rows:
+            return f"`{key}` has {shapes[key][0]} rows, the target {rows} tokens"
+    if ("d2t" in shapes or "t2d" in shapes) and not ("d2t" in shapes and isinstance(rows, int)):
+        return "it has a map between vocabularies (`d2t`, `t2d`)"
+    return None
+
+
+def own_mask_embedding(config: Config, shapes: Shapes) -> str | None:
+    # Servers of xPress leave this tensor aside.
+    if any(key.startswith("xpress_head.") for key in shapes):
+        return None
+    return any_key(r"mask_embedding")(config, shapes)
+
+
+DFLASH_CONFIG = first_of(has_field("dflash_config"), any_architecture("DFlash|DFlare"))
+LENGTH_HEAD = first_of(any_key(r"thresh_head(_two_model)?\."), field_value("use_thresh_head_two_model", "True"))
 
 LAYOUTS = (
-    Layout("xPress serving", has_key(r"xpress_head\."), BACKBONE_KEYS + SERVING_REFINER_KEYS, serving_config),
-    Layout("z-lab DFlash / AngelSlim DFlare", has_dflash_config, BACKBONE_KEYS, zlab_config),
+    Layout(
+        "speculators XPress",
+        field_value("speculators_model_type", "xpress"),
+        BACKBONE_KEYS + SPECULATORS_REFINER_KEYS,
+        speculators_fields,
+    ),
+    Layout("speculators DFlash", field_value("speculators_model_type", "dflash"), BACKBONE_KEYS, speculators_fields),
+    Layout(
+        "xPress serving",
+        first_of(any_key(r"xpress_head\."), any_architecture("XPress")),
+        BACKBONE_KEYS + SERVING_REFINER_KEYS,
+        serving_fields,
+    ),
+    Layout("transformers-native", field_value("model_type", "muse_glimmer_assistant"), NATIVE_KEYS, native_fields),
+    Layout("AdaFlash", LENGTH_HEAD, BACKBONE_KEYS + LENGTH_HEAD_KEYS, adaflash_fields),
+    Layout(
+        "AngelSlim DFlare",
+        first_of(any_key("layer_fusion_weights$"), any_architecture("DFlare")),
+        DFLARE_KEYS,
+        zlab_fields,
+    ),
+    Layout("DeepSpec DFlash", any_architecture("DSpark"), BACKBONE_KEYS, deepspec_fields),
+    Layout("JetSpec", all_of(DFLASH_CONFIG, field_value("causal_head", "True")), BACKBONE_KEYS, zlab_fields),
+    Layout(
+        "variable-prefix DFlash",
+        all_of(DFLASH_CONFIG, field_value("training_mode", "vp_drafter")),
+        BACKBONE_KEYS,
+        zlab_fields,
+    ),
+    Layout("SpecForge DFlash", all_of(DFLASH_CONFIG, lacks_field("auto_map")), BACKBONE_KEYS, zlab_fields),
+    Layout("z-lab DFlash", DFLASH_CONFIG, BACKBONE_KEYS, zlab_fields),
 )
 
 # (what it is, how it is recognised, what would be needed)
-REFUSED = (
-    ("DSpark / Markov head", has_key(r"markov_head\."), "its sequential Markov head"),
+REFUSED: tuple[tuple[str, Recogniser, str], ...] = (
+    (
+        "quantised",
+        first_of(
+            has_field("quantization_config"),
+            has_field("compression_config"),
+            any_key(r".*\.(qweight|qzeros|scales|weight_scale\w*|weight_packed|weight_zero_point|g_idx|input_scale)$"),
+        ),
+        "a kernel for quantised weights; export it in bfloat16",
+    ),
     (
         "DFlash2",
-        has_key(r"(candidate_selector\.|layers\.\d+\.(attention|mlp)_conv\.)"),
-        "its convolutions and selector",
+        first_of(
+            any_key(r"(candidate_selector\.|layers\.\d+\.(attention|mlp)_conv\.)"),
+            any_architecture("DFlash2"),
+            field_value("speculators_model_type", "dflash2"),
+        ),
+        "its convolutions and its candidate selector",
     ),
-    ("a reduced draft vocabulary", has_key(r"(d2t|t2d)$"), "an own output head with a draft-to-target map"),
     (
-        "speculators",
-        lambda config, keys: "speculators_model_type" in config,
-        "a reader for the layout of the speculators library",
+        "Domino",
+        first_of(
+            any_key(r"(prefix_gru|embed_proj)\."), any_architecture("Domino"), field_value("projector_type", "domino")
+        ),
+        "its recurrent correction of the logits",
+    ),
+    (
+        "DSpark (Markov or confidence head)",
+        first_of(
+            any_key(r"(markov_head|logit_head|confidence_head|markov_w[12]|confidence_proj)\."),
+            field_value("markov_rank", r"[1-9]\d*"),
+            field_value("enable_confidence_head", "True"),
+            field_value("speculators_model_type", "dspark"),
+            field_value("projector_type", "dspark"),
+        ),
+        "its sequential Markov head",
+    ),
+    (
+        "EAGLE",
+        first_of(
+            any_architecture("(?i)eagle"),
+            field_value("model_type", "(?i)eagle.*"),
+            field_value("speculators_model_type", "(?i)eagle.*"),
+            any_key(r"midlayer\."),
+        ),
+        "its autoregressive draft layer, which is no block drafter",
+    ),
+    (
+        "DeepSpec for Gemma",
+        first_of(any_architecture("Gemma4"), any_key(r"layers\.\d+\.(pre_feedforward_layernorm\.|layer_scalar$)")),
+        "Gemma's own decoder layers",
+    ),
+    ("a drafter with a reduced vocabulary", reduced_vocabulary, "an own output head with a draft-to-target map"),
+    (
+        "a drafter with an own mask embedding",
+        own_mask_embedding,
+        "a vector for the mask slots that the target's embedding does not hold",
+    ),
+    (
+        "an AdaFlash with other heads",
+        first_of(any_key(r"(thresh_head_subsequent|prob_head)\."), field_value("use_prob_head", "True")),
+        "heads that judge single tokens",
+    ),
+    (
+        "a research variant of the xPress head",
+        any_key(
+            r"(xpress_head|refiner_head)\.(layers|lowrank\w*|res_gate|input_norm|post_norm|out_norm|mix_out|down_hg|"
+            r"ro_down|base_down|base_up|conf_head)(\.|$)"
+        ),
+        "tensors that the released head does not have",
     ),
 )
 
 
-def detect(config: Config, keys: set[str]) -> Layout:
-    """The layout of a checkpoint that is not our own.
+def detect(config: Config, shapes: Shapes) -> Detection:
+    """The layout of a checkpoint that is not our own, from its config and shapes (names without `model.`).
 
     Raises:
         ValueError: the layout is known but cannot be run faithfully, or is unknown.
     """
-    for name, matches, needed in REFUSED:
-        if matches(config, keys):
-            raise ValueError(f"This checkpoint is {name}; it cannot be run faithfully without {needed}.")
+    for name, recognise, needed in REFUSED:
+        if (reason := recognise(config, shapes)) is not None:
+            raise ValueError(f"This checkpoint is {name} ({reason}); it cannot be run faithfully without {needed}.")
     for layout in LAYOUTS:
-        if layout.matches(config, keys):
-            return layout
+        if (reason := layout.recognise(config, shapes)) is not None:
+            return Detection(layout, reason)
     known = ", ".join(["own (model_type 'xpress')", *[layout.name for layout in LAYOUTS]])
+    kind = config.get("speculators_model_type") or config.get("model_type")
     raise ValueError(
-        f"No known drafter layout: model_type {config.get('model_type')!r}, architectures "
-        f"{config.get('architectures')}. Known layouts: {known}."
+        f"No known drafter layout: model_type {kind!r}, architectures {config.get('architectures')}. "
+        f"Known layouts: {known}."
     )
-
-
-def convert_config(layout: Layout, config: Config, shapes: dict[str, tuple[int, ...]]) -> XPressConfig:
-    """Foreign config and tensor shapes (foreign names, without `model.`) -> `XPressConfig`."""
-    return XPressConfig(**layout.config(config, shapes))

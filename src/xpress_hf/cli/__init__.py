@@ -7,6 +7,7 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from .answer import demo, generate
+from .checkpoint import card, convert, inspect
 from .data import features, regenerate
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -19,7 +20,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
 
 
-for command in (demo, generate, regenerate, features):
+for command in (demo, generate, regenerate, features, convert, inspect, card):
     app.command()(command)
 
 

@@ -2,7 +2,8 @@
 
 Wrapped on `GenerationMixin`, once per process: `_validate_generation_mode` (our checks instead of those for a causal
 assistant), `_assisted_decoding` (call state, acceptance record) and `_get_candidate_generator`. With any other
-assistant, or with `speculation_type="dflash"`, the originals run unchanged.
+assistant, or with `speculation_type="dflash"`, the originals run unchanged. Pipelines compare special ids of target
+and assistant; a drafter has no tokenizer of its own, so there that comparison is left out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers.generation import (
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+from transformers.pipelines import base as pipelines
 
 from ..modeling.drafter import XPressDrafter, is_drafter, unwrap_drafter
 from .candidates import XPressCandidateGenerator
@@ -211,8 +213,17 @@ def _candidate_generator(original: Any, self: Any, *args: Any, **kwargs: Any) ->
     return call.generator
 
 
+def _assistant_of_pipeline(original: Any, model: Any, assistant_model: Any, assistant_tokenizer: Any) -> Any:
+    if is_drafter(assistant_model):
+        return assistant_model, None
+    return original(model, assistant_model, assistant_tokenizer)
+
+
 def install() -> None:
-    """Wraps the three methods of `GenerationMixin`; a second call changes nothing."""
+    """Wraps the three methods of `GenerationMixin` and what pipelines do with an assistant; a second call changes
+    nothing."""
+    if not isinstance(pipelines.load_assistant_model, functools.partial):
+        pipelines.load_assistant_model = functools.partial(_assistant_of_pipeline, pipelines.load_assistant_model)
     for name, wrapper in (
         ("_validate_generation_mode", _validate),
         ("_assisted_decoding", _decode),

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..checkpoints.loading import HUB_OPTIONS, find_file, read_checkpoint
+from ..checkpoints.files import HUB_OPTIONS, find_file, write_hashes
+from ..checkpoints.loading import open_checkpoint
 from ..configuration import SpeculationConfig, XPressConfig
 from .backbone import Backbone
 from .fusion import LayerwiseFusion, build_fusion
+from .length_head import AdaptiveLengthHead
 from .refiner import CausalRefiner, Chooser, greedy_choice, refine_block
+
+CONFIG_FIELDS = {field.name for field in dataclasses.fields(XPressConfig)} - {
+    field.name for field in dataclasses.fields(PreTrainedConfig)
+}
+
+PUSH_OPTIONS = {"repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags"}
 
 
 @dataclass
@@ -58,6 +68,7 @@ class XPressDrafter(PreTrainedModel):
         self.fusion = build_fusion(config)
         self.backbone = Backbone(config)
         self.refiner = CausalRefiner(config) if config.refiner is not None else None
+        self.length_head = AdaptiveLengthHead(config) if config.length_head is not None else None
         self.speculation = SpeculationConfig.from_dict(config.speculation or {})
         self.last_acceptance: Any = None
         self.generation_config = GenerationConfig()
@@ -72,40 +83,58 @@ class XPressDrafter(PreTrainedModel):
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike, *args: Any, config: Any = None, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike,
+        *args: Any,
+        config: Any = None,
+        tap_offset: int | None = None,
+        allow_pickle: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """Loads a drafter in any layout of `checkpoints.layouts` from a folder or a Hub id.
 
-        Accepts the arguments of [`PreTrainedModel.from_pretrained`]. Only safetensors are read; no remote code is run.
+        Accepts the arguments of [`PreTrainedModel.from_pretrained`]; fields of the config given by name replace those
+        of the checkpoint. Only safetensors are read; no remote code is run.
+
+        Args:
+            tap_offset: for speculators files, stored tap ids minus zero-based layers. Default 1; some recipes stored
+                zero-based layers, which is 0.
+            allow_pickle: reads the training file of xPress, by an unpickler that builds tensors and plain values only.
 
         Raises:
-            ValueError: missing or unexpected weights (all listed), weights that are not finite, or an unknown layout.
-            OSError: the folder or repository does not exist or has no config.
+            ValueError: missing or unexpected weights (all listed), weights that are not finite or not those that were
+                saved, a layout that is unknown or cannot be run faithfully.
+            OSError: the folder or repository does not exist, has no config, or holds damaged files.
         """
         kwargs["use_safetensors"] = True
         if "torch_dtype" in kwargs:
             kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
         wants_info = kwargs.pop("output_loading_info", False)
-        checkpoint = read_checkpoint(pretrained_model_name_or_path, kwargs)
-        if checkpoint is not None:
-            config = config or checkpoint.config
-            drafter, info = cls._from_state_dict(checkpoint.state_dict, config, **kwargs)
-        else:
+        if isinstance(config, str | os.PathLike):
+            config = XPressConfig.from_pretrained(config)
+        overrides = {name: kwargs.pop(name) for name in CONFIG_FIELDS & set(kwargs)}
+        source = pretrained_model_name_or_path
+        checkpoint = open_checkpoint(source, kwargs, config, overrides, tap_offset, allow_pickle)
+        checkpoint.report()
+        if checkpoint.is_own:
             drafter, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, config=config, output_loading_info=True, **kwargs
+                source, *args, config=checkpoint.config, output_loading_info=True, **kwargs
             )
-        drafter._check_loading(pretrained_model_name_or_path, info)
-        if find_file(pretrained_model_name_or_path, GENERATION_CONFIG_NAME, kwargs) is not None:
+        else:
+            drafter, info = cls._from_state_dict(checkpoint.state_dict(), checkpoint.config, **kwargs)
+        drafter._check_loading(source, info)
+        checkpoint.check_hashes()
+        if find_file(source, GENERATION_CONFIG_NAME, kwargs) is not None:
             hub = {key: kwargs[key] for key in HUB_OPTIONS if kwargs.get(key) is not None}
-            drafter.generation_config = GenerationConfig.from_pretrained(pretrained_model_name_or_path, **hub)
+            drafter.generation_config = GenerationConfig.from_pretrained(source, **hub)
         return (drafter, info) if wants_info else drafter
 
     @classmethod
     def _from_state_dict(
         cls, state_dict: dict[str, torch.Tensor], config: XPressConfig, **kwargs: Any
     ) -> tuple[XPressDrafter, dict]:
-        kept = ("dtype", "attn_implementation", "device_map")
-        options = {key: kwargs[key] for key in kept if kwargs.get(key) is not None}
+        unused = {*HUB_OPTIONS, "use_safetensors", "trust_remote_code"}
+        options = {key: value for key, value in kwargs.items() if key not in unused}
         return super().from_pretrained(None, config=config, state_dict=state_dict, output_loading_info=True, **options)
 
     def _check_loading(self, source: Any, info: dict) -> None:
@@ -122,11 +151,19 @@ class XPressDrafter(PreTrainedModel):
                 raise ValueError(f"Checkpoint {str(source)!r} has values that are not finite in `{name}`.")
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
-        """As [`PreTrainedModel.save_pretrained`]; `speculation` goes into the config, limits of drafts beside it."""
+        """As [`PreTrainedModel.save_pretrained`]; `speculation` goes into the config, limits of drafts and the hash of
+        every tensor beside it."""
+        push = kwargs.pop("push_to_hub", False)
+        hub = {key: kwargs.pop(key) for key in PUSH_OPTIONS & set(kwargs)}
         self.config.speculation = self.speculation.to_dict() or None
         super().save_pretrained(save_directory, *args, **kwargs)
         if self.generation_config.num_assistant_tokens is not None:
             self.generation_config.save_pretrained(save_directory)
+        if not kwargs.get("is_main_process", True):
+            return
+        write_hashes(save_directory)
+        if push:
+            self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
 
     def forward(
         self,

@@ -11,6 +11,7 @@ from transformers.utils import logging
 
 from ..decoding.target import Target, check_pair
 from ..evaluation.replay import replay
+from ..hub import write_training_card
 from ..modeling.backbone import additive_mask
 from ..modeling.drafter import XPressDrafter, unwrap_drafter
 from .arguments import DrafterTrainingArguments
@@ -316,3 +317,8 @@ class DrafterTrainer(Trainer):
                 f"The refiner does not pay: {refined:.3f} tokens per block with it, {bare:.3f} without. Train longer, "
                 "or run this drafter with `speculation.sweeps = 0`."
             )
+
+    def create_model_card(self, **kwargs: Any) -> None:
+        """Writes the card of the drafter into `output_dir`; arguments as in `Trainer`."""
+        if self.is_world_process_zero():
+            write_training_card(self, **kwargs)
