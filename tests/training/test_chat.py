@@ -74,6 +74,15 @@ def test_the_thinking_switch_moves_the_chain_of_thought_into_the_prompt():
     assert off["loss_mask"].sum() < on["loss_mask"].sum()
 
 
+def test_a_chain_of_thought_although_the_switch_is_off():
+    """The prompt closes a chain that the answer has all the same: supervised is what differs from an empty chain."""
+    tokenizer = build_tokenizer(THINKING)
+    messages = [MESSAGES[-2], {**MESSAGES[-1], "reasoning_content": "think, think"}]
+    record = {"messages": messages, "chat_template_kwargs": {"enable_thinking": False}}
+    text = encode_conversation(record, tokenizer)
+    assert supervised(tokenizer, text) == ["think, think\n</think>\none, two: three<|im_end|>"]
+
+
 def test_an_answer_starts_where_the_prompt_ends():
     """Line breaks that begin an answer must not melt into the one that ends the prompt."""
     tokenizer = build_tokenizer(CHATML)

@@ -166,7 +166,11 @@ class ChatTemplate:
         other = self.render([*messages[:place], stand_in, *messages[place + 1 :]], add_generation_prompt)
         start = shared_start(text, other)
         shared_end = shared_start(text[start:][::-1], other[start:][::-1])
-        if other[start : len(other) - shared_end] != STAND_IN:
+        changed = other[start : len(other) - shared_end]
+        # A chain of thought goes with its answer, so more may change before the stand-in, inside of the same turn.
+        before = self.render(messages[:place]) if place else ""
+        in_own_turn = text.startswith(before) and start >= len(before)
+        if not changed.endswith(STAND_IN) or STAND_IN in changed[:-1] or (changed != STAND_IN and not in_own_turn):
             return None
         return start, len(text) - shared_end
 
