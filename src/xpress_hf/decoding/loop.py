@@ -26,7 +26,7 @@ from .caches import aligned_columns, keep_columns, keep_rows, ragged_cache
 from .candidates import StopRules, draft_limit, position_free
 from .rows import Context, Row, RowChoosers, RowProcessors
 from .target import Target, tap_request, taps
-from .verification import match, token_rejection
+from .verification import block_verification, match, token_rejection
 
 
 def check_forward_arguments(model_kwargs: dict[str, Any]) -> None:
@@ -73,6 +73,7 @@ class DecodingLoop:
             )
         check_forward_arguments(model_kwargs)
         self.draft_limit = draft_limit(drafter, config)
+        self.judge = block_verification if drafter.speculation.verification == "block" else token_rejection
         self.cache_name = "cache" if "cache" in model_kwargs else "past_key_values"
         self.model_kwargs = {**model_kwargs, self.cache_name: ragged_cache(model_kwargs[self.cache_name])}
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -222,7 +223,7 @@ class DecodingLoop:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Kept drafts [R] and the token after them [R]."""
         if laws is not None:
-            return token_rejection(draft_ids, laws, judged.softmax(dim=-1), lengths)
+            return self.judge(draft_ids, laws, judged.softmax(dim=-1), lengths)
         if self.do_sample:
             chosen = torch.multinomial(judged.flatten(0, 1).softmax(dim=-1), 1).view(judged.shape[:2])
         else:
