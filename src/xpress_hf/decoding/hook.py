@@ -195,7 +195,7 @@ def _decode_rows(model: Any, drafter: XPressDrafter, input_ids: torch.Tensor, **
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
             raise ValueError(f"`{name}`: not available for a batch with a drafter; drop it or generate row by row.")
-    if streamer is not None:
+    if streamer is not None and len(input_ids) > 1:
         raise ValueError("`streamer`: rows of a batch advance at their own pace; stream one sequence per call.")
     loop = DecodingLoop(
         model,
@@ -205,6 +205,7 @@ def _decode_rows(model: Any, drafter: XPressDrafter, input_ids: torch.Tensor, **
         kwargs["stopping_criteria"],
         config,
         {key: value for key, value in kwargs.items() if key not in _LOOP_ARGUMENTS},
+        streamer,
     )
     output = generate_rows(loop)
     drafter.last_acceptance = loop.record

@@ -18,6 +18,7 @@ from transformers.generation import (
     LogitsProcessorList,
     StoppingCriteriaList,
 )
+from transformers.generation.streamers import BaseStreamer
 
 from ..modeling.backbone import additive_mask, context_visibility
 from ..modeling.drafter import XPressDrafter
@@ -45,6 +46,7 @@ class DecodingLoop:
         input_ids: [B, S], left-padded where `attention_mask` says so.
         processors, criteria, config: as generate() prepared them.
         model_kwargs: arguments of the target's forward, the empty cache among them.
+        streamer: gets the committed ids of one sequence, token by token.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class DecodingLoop:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
         model_kwargs: dict[str, Any],
+        streamer: BaseStreamer | None = None,
     ):
         self.model, self.drafter, self.config = model, drafter, config
         self.target = Target.for_drafter(model, drafter.config)
-        self.processors = processors
+        self.processors, self.streamer = processors, streamer
         self.do_sample = bool(config.do_sample)
+        self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         rules = StopRules(criteria, config)
         self.end_ids = set() if rules.end_ids is None else set(rules.end_ids.tolist())
         self.max_length = rules.max_length
@@ -104,6 +108,8 @@ class DecodingLoop:
         self._prefill()
         while self.rows:
             self._cycle()
+        if self.streamer is not None:
+            self.streamer.end()
         return sorted(self.finished, key=lambda row: row.index)
 
     def _prefill(self) -> None:
@@ -247,12 +253,14 @@ class DecodingLoop:
         for number, row in enumerate(self.rows):
             count = int(kept[number])
             new = torch.cat([draft_ids[number, :count], tokens[number : number + 1]])
-            length, done = self._length_until_stop(row, new)
+            scores = [*row.scores, *judged[number, : count + 1]]
+            length, done = self._length_until_stop(row, new, scores)
             row.ids = torch.cat([row.ids, new[:length]])
-            if self.config.output_scores:
-                row.scores += list(judged[number, :length])
+            if self.keeps_scores:
+                row.scores = scores[: len(row.scores) + length]
             if self.config.output_logits:
                 row.logits += list(logits[number, :length])
+            self._stream(new[:length])
             if int(lengths[number]):
                 self.record.add(min(count, length), int(lengths[number]))
             if done:
@@ -266,15 +274,25 @@ class DecodingLoop:
         if len(going) < len(self.rows):
             self._keep(torch.tensor(going, device=tokens.device, dtype=torch.long))
 
-    def _length_until_stop(self, row: Row, new: torch.Tensor) -> tuple[int, bool]:
-        """Number of new tokens up to the first at which plain decoding would stop, and whether there is one."""
+    def _stream(self, new: torch.Tensor) -> None:
+        if self.streamer is not None:
+            for token in new.cpu().split(1):
+                self.streamer.put(token)
+
+    def _length_until_stop(self, row: Row, new: torch.Tensor, scores: list[torch.Tensor]) -> tuple[int, bool]:
+        """Number of new tokens up to the first at which plain decoding would stop, and whether there is one.
+
+        `scores`: [V] per token of the row, those of `new` at its end; criteria see them where the caller asked for
+        scores, as in plain decoding.
+        """
         for count in range(1, len(new) + 1):
             text = torch.cat([row.ids, new[:count]])
             if len(text) >= self.max_length or int(new[count - 1]) in self.end_ids:
                 return count, True
             # A criterion may keep something per row of the batch: its own place is read.
             shown = text.expand(self.batch, -1)
-            if any(bool(rule(shown, None)[row.index]) for rule in self.rules):
+            seen = tuple(score.expand(self.batch, -1) for score in scores[: len(scores) - len(new) + count])
+            if any(bool(rule(shown, seen if self.keeps_scores else None)[row.index]) for rule in self.rules):
                 return count, True
         return len(new), False
 
@@ -316,6 +334,6 @@ def generate_rows(loop: DecodingLoop) -> torch.Tensor | GenerateDecoderOnlyOutpu
 
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
-        scores=steps("scores") if loop.config.output_scores else None,
+        scores=steps("scores") if loop.keeps_scores else None,
         logits=steps("logits") if loop.config.output_logits else None,
     )
