@@ -122,7 +122,15 @@ def test_configurations_that_contradict_themselves(overrides, words):
 
 
 @pytest.mark.parametrize(
-    "values", [{"sweeps": -1}, {"draft_length": 0}, {"top_candidates": 0}, {"sweeps": 1.5}, {"sweeps": True}]
+    "values",
+    [
+        {"sweeps": -1},
+        {"draft_length": 0},
+        {"top_candidates": 0},
+        {"sweeps": 1.5},
+        {"sweeps": True},
+        {"verification": "tree"},
+    ],
 )
 def test_speculation_values(values):
     with pytest.raises(ValueError, match=next(iter(values))):

@@ -79,16 +79,21 @@ class SpeculationConfig:
             `None` = exact readout over the whole vocabulary.
         loop: "stock" runs the assisted-decoding loop of transformers, which takes one sequence; "own" runs ours, which
             takes any number of them. `None` = "stock" for one sequence, "own" for more.
+        verification: how drafts of a sampled text are judged. "token": one by one (arXiv 2211.17192); "block": as a
+            whole (arXiv 2403.10444), which keeps at least as many on average at the same law and takes our own loop.
+            `None` = "token". Greedy decoding keeps matching drafts either way.
     """
 
     sweeps: int | None = None
     draft_length: int | None = None
     top_candidates: int | None = None
     loop: str | None = None
+    verification: str | None = None
 
     def __post_init__(self):
-        if self.loop not in (None, "own", "stock"):
-            raise ValueError(f"`loop` must be 'own', 'stock' or None, got {self.loop!r}.")
+        for name, choices in (("loop", ("own", "stock")), ("verification", ("token", "block"))):
+            if (value := getattr(self, name)) not in (None, *choices):
+                raise ValueError(f"`{name}` must be {choices[0]!r}, {choices[1]!r} or None, got {value!r}.")
         for name, lowest in (("sweeps", 0), ("draft_length", 1), ("top_candidates", 1)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < lowest):

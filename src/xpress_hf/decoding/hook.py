@@ -150,7 +150,7 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
     kwargs.update(zip(names, args, strict=False))
     check_processors(kwargs["logits_processor"])
     drafter = unwrap_drafter(assistant)
-    if input_ids.shape[0] > 1 or drafter.speculation.loop == "own":
+    if input_ids.shape[0] > 1 or _wants_own_loop(drafter):
         return _decode_rows(self, drafter, input_ids, **kwargs)
     call = _Call(drafter, kwargs["stopping_criteria"])
     kwargs["stopping_criteria"] = _CommittedOnly(call.stopping_criteria, call)
@@ -161,6 +161,20 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
         _current_call.reset(token)
     call.drafter.last_acceptance = call.generator.record
     return output
+
+
+def _wants_own_loop(drafter: XPressDrafter) -> bool:
+    """Whether one sequence runs in our own loop too.
+
+    Raises:
+        ValueError: the stock loop was asked for together with a rule it does not have.
+    """
+    speculation = drafter.speculation
+    if speculation.verification == "block" and speculation.loop == "stock":
+        raise ValueError(
+            "`verification`='block': the stock loop judges drafts token by token; set `loop` to 'own' or None."
+        )
+    return speculation.loop == "own" or speculation.verification == "block"
 
 
 # Arguments of the wrapped loop that are not meant for the target's forward.
@@ -183,7 +197,7 @@ def _decode_rows(model: Any, drafter: XPressDrafter, input_ids: torch.Tensor, **
     for name in ("output_attentions", "output_hidden_states"):
         if config.return_dict_in_generate and getattr(config, name):
             raise ValueError(f"`{name}`: not available for a batch with a drafter; drop it or generate row by row.")
-    if streamer is not None:
+    if streamer is not None and len(input_ids) > 1:
         raise ValueError("`streamer`: rows of a batch advance at their own pace; stream one sequence per call.")
     loop = DecodingLoop(
         model,
@@ -193,6 +207,7 @@ def _decode_rows(model: Any, drafter: XPressDrafter, input_ids: torch.Tensor, **
         kwargs["stopping_criteria"],
         config,
         {key: value for key, value in kwargs.items() if key not in _LOOP_ARGUMENTS},
+        streamer,
     )
     output = generate_rows(loop)
     drafter.last_acceptance = loop.record

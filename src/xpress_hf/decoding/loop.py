@@ -18,6 +18,7 @@ from transformers.generation import (
     LogitsProcessorList,
     StoppingCriteriaList,
 )
+from transformers.generation.streamers import BaseStreamer
 
 from ..modeling.backbone import additive_mask, context_visibility
 from ..modeling.drafter import XPressDrafter
@@ -26,7 +27,7 @@ from .caches import aligned_columns, keep_columns, keep_rows, ragged_cache
 from .candidates import StopRules, draft_limit, position_free
 from .rows import Context, Row, RowChoosers, RowProcessors
 from .target import Target, tap_request, taps
-from .verification import match, token_rejection
+from .verification import block_verification, match, token_rejection
 
 
 def check_forward_arguments(model_kwargs: dict[str, Any]) -> None:
@@ -45,6 +46,7 @@ class DecodingLoop:
         input_ids: [B, S], left-padded where `attention_mask` says so.
         processors, criteria, config: as generate() prepared them.
         model_kwargs: arguments of the target's forward, the empty cache among them.
+        streamer: gets the committed ids of one sequence, token by token.
     """
 
     def __init__(
@@ -56,11 +58,13 @@ class DecodingLoop:
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
         model_kwargs: dict[str, Any],
+        streamer: BaseStreamer | None = None,
     ):
         self.model, self.drafter, self.config = model, drafter, config
         self.target = Target.for_drafter(model, drafter.config)
-        self.processors = processors
+        self.processors, self.streamer = processors, streamer
         self.do_sample = bool(config.do_sample)
+        self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         rules = StopRules(criteria, config)
         self.end_ids = set() if rules.end_ids is None else set(rules.end_ids.tolist())
         self.max_length = rules.max_length
@@ -73,6 +77,7 @@ class DecodingLoop:
             )
         check_forward_arguments(model_kwargs)
         self.draft_limit = draft_limit(drafter, config)
+        self.judge = block_verification if drafter.speculation.verification == "block" else token_rejection
         self.cache_name = "cache" if "cache" in model_kwargs else "past_key_values"
         self.model_kwargs = {**model_kwargs, self.cache_name: ragged_cache(model_kwargs[self.cache_name])}
         self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -103,6 +108,8 @@ class DecodingLoop:
         self._prefill()
         while self.rows:
             self._cycle()
+        if self.streamer is not None:
+            self.streamer.end()
         return sorted(self.finished, key=lambda row: row.index)
 
     def _prefill(self) -> None:
@@ -222,7 +229,7 @@ class DecodingLoop:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Kept drafts [R] and the token after them [R]."""
         if laws is not None:
-            return token_rejection(draft_ids, laws, judged.softmax(dim=-1), lengths)
+            return self.judge(draft_ids, laws, judged.softmax(dim=-1), lengths)
         if self.do_sample:
             chosen = torch.multinomial(judged.flatten(0, 1).softmax(dim=-1), 1).view(judged.shape[:2])
         else:
@@ -246,12 +253,14 @@ class DecodingLoop:
         for number, row in enumerate(self.rows):
             count = int(kept[number])
             new = torch.cat([draft_ids[number, :count], tokens[number : number + 1]])
-            length, done = self._length_until_stop(row, new)
+            scores = [*row.scores, *judged[number, : count + 1]]
+            length, done = self._length_until_stop(row, new, scores)
             row.ids = torch.cat([row.ids, new[:length]])
-            if self.config.output_scores:
-                row.scores += list(judged[number, :length])
+            if self.keeps_scores:
+                row.scores = scores[: len(row.scores) + length]
             if self.config.output_logits:
                 row.logits += list(logits[number, :length])
+            self._stream(new[:length])
             if int(lengths[number]):
                 self.record.add(min(count, length), int(lengths[number]))
             if done:
@@ -265,15 +274,25 @@ class DecodingLoop:
         if len(going) < len(self.rows):
             self._keep(torch.tensor(going, device=tokens.device, dtype=torch.long))
 
-    def _length_until_stop(self, row: Row, new: torch.Tensor) -> tuple[int, bool]:
-        """Number of new tokens up to the first at which plain decoding would stop, and whether there is one."""
+    def _stream(self, new: torch.Tensor) -> None:
+        if self.streamer is not None:
+            for token in new.cpu().split(1):
+                self.streamer.put(token)
+
+    def _length_until_stop(self, row: Row, new: torch.Tensor, scores: list[torch.Tensor]) -> tuple[int, bool]:
+        """Number of new tokens up to the first at which plain decoding would stop, and whether there is one.
+
+        `scores`: [V] per token of the row, those of `new` at its end; criteria see them where the caller asked for
+        scores, as in plain decoding.
+        """
         for count in range(1, len(new) + 1):
             text = torch.cat([row.ids, new[:count]])
             if len(text) >= self.max_length or int(new[count - 1]) in self.end_ids:
                 return count, True
             # A criterion may keep something per row of the batch: its own place is read.
             shown = text.expand(self.batch, -1)
-            if any(bool(rule(shown, None)[row.index]) for rule in self.rules):
+            seen = tuple(score.expand(self.batch, -1) for score in scores[: len(scores) - len(new) + count])
+            if any(bool(rule(shown, seen if self.keeps_scores else None)[row.index]) for rule in self.rules):
                 return count, True
         return len(new), False
 
@@ -315,6 +334,6 @@ def generate_rows(loop: DecodingLoop) -> torch.Tensor | GenerateDecoderOnlyOutpu
 
     return GenerateDecoderOnlyOutput(
         sequences=sequences,
-        scores=steps("scores") if loop.config.output_scores else None,
+        scores=steps("scores") if loop.keeps_scores else None,
         logits=steps("logits") if loop.config.output_logits else None,
     )
