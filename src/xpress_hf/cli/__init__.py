@@ -9,6 +9,7 @@ from transformers.utils import logging as transformers_logging
 from .answer import demo, generate
 from .checkpoint import card, convert, inspect
 from .data import features, regenerate
+from .train import PASSED_ON, expand, train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -22,6 +23,8 @@ def main() -> None:
 
 for command in (demo, generate, regenerate, features, convert, inspect, card):
     app.command()(command)
+for run_command in (train, expand):
+    app.command(context_settings=PASSED_ON)(run_command)
 
 
 def run() -> None:

@@ -28,12 +28,23 @@ Folder = Annotated[str | None, typer.Option(help="Folder that holds the demo tar
 def load_target(
     name: str, dtype: str, device: str, revision: str | None, console: Console
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A target by folder, Hub id, or the name `demo`, with its tokenizer."""
+    """A target by folder, Hub id, or the name `demo`, with its tokenizer.
+
+    Raises:
+        ValueError: unknown dtype, or a checkpoint that lacks weights of its model, which would then be random.
+    """
     if dtype not in DTYPES:
         raise ValueError(f"`--dtype` must be one of {sorted(DTYPES)}, got {dtype!r}.")
     if name == DEMO:
         return load_demo_target(None, torch.bfloat16 if dtype == "auto" else DTYPES[dtype], device, console.print)
-    model = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=DTYPES[dtype])
+    model, info = AutoModelForCausalLM.from_pretrained(
+        name, revision=revision, dtype=DTYPES[dtype], output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"Target {name!r} lacks the weights {missing}: they would be random, and a drafter would learn noise; "
+            "complete the checkpoint."
+        )
     return model.to(device).eval(), AutoTokenizer.from_pretrained(name, revision=revision)
 
 

@@ -33,7 +33,7 @@ class DrafterTrainingArguments(TrainingArguments):
     """
 
     recipe: str = field(default="dflash", metadata={"help": "Loss recipe: " + ", ".join(RECIPES)})
-    recipe_options: Any = field(default=None, metadata={"help": "Fields of the recipe to replace, as JSON."})
+    recipe_options: str | None = field(default=None, metadata={"help": "Fields of the recipe to replace, as JSON."})
     num_anchors: int = field(default=512, metadata={"help": "Blocks cut out of each text."})
     chunk_blocks: int | None = field(default=None, metadata={"help": "Blocks whose logits exist at one time."})
     loss_memory_mb: int = field(default=2048, metadata={"help": "Memory of the loss in MiB, sets `chunk_blocks`."})
@@ -46,13 +46,6 @@ class DrafterTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if isinstance(self.recipe_options, str):
-            try:
-                self.recipe_options = json.loads(self.recipe_options)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"`recipe_options` must be a JSON object, got {self.recipe_options!r} ({error})."
-                ) from error
         self.build_recipe()
         if self.matrix_optimizer not in ("adamw", "muon"):
             raise ValueError(f"`matrix_optimizer` must be 'adamw' or 'muon', got {self.matrix_optimizer!r}.")
@@ -60,6 +53,19 @@ class DrafterTrainingArguments(TrainingArguments):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be >= 1, got {getattr(self, name)}.")
 
+    @property
+    def recipe_fields(self) -> dict[str, Any]:
+        """`recipe_options` as a dict."""
+        if isinstance(self.recipe_options, dict):
+            return self.recipe_options
+        try:
+            found = json.loads(self.recipe_options or "{}")
+        except json.JSONDecodeError as error:
+            found = error
+        if not isinstance(found, dict):
+            raise ValueError(f"`recipe_options` must be a JSON object, got {self.recipe_options!r} ({found}).")
+        return found
+
     def build_recipe(self) -> Recipe:
         """The recipe that these arguments name."""
-        return build_recipe(self.recipe, self.recipe_options)
+        return build_recipe(self.recipe, self.recipe_fields)
