@@ -146,7 +146,9 @@ def main() -> None:
         with open(os.path.join(options.output, "figures.json"), "w") as file:
             json.dump(figures, file)
     if dist.is_initialized():
-        dist.destroy_process_group()
+        # Tearing gloo down can wait for ever on a rank that has left already.
+        dist.barrier()
+        os._exit(0)
 
 
 if __name__ == "__main__":
