@@ -25,15 +25,18 @@ def main() -> None:
     target, tokenizer = load_demo_target(report=print)
     drafter = load_demo_drafter(torch.float32)
     texts = ConversationDataset(options.conversations, tokenizer, max_length=1024)
-    before = measure(target, drafter, texts, limit=4)
+    before = measure(target, drafter, texts, limit=8)
     print(before, ExpansionBound.of(before, options.block_size), sep="\n")
 
     larger = expand_block(drafter, options.block_size)
-    print("naive:", measure(target, larger, texts, limit=4))
+    print("naive:", measure(target, larger, texts, limit=8))
     args = DrafterTrainingArguments(
         output_dir=options.output,
         recipe="dbloom",
-        recipe_options={"old_drafts": drafter.config.num_draft_tokens},
+        # The answers are greedy, so their tokens are the target's most likely ones and need not be found again.
+        recipe_options={"old_drafts": drafter.config.num_draft_tokens, "labels": "text"},
+        loss_vocab_size=12288,
+        per_device_train_batch_size=4,
         num_anchors=24,
         max_steps=options.steps,
         learning_rate=1e-4,
@@ -44,7 +47,7 @@ def main() -> None:
     trainer = DrafterTrainer(larger, args, target, train_dataset=texts)
     trainer.train()
     trainer.save_model()
-    print("trained:", measure(target, larger, texts, limit=4))
+    print("trained:", measure(target, larger, texts, limit=8))
 
 
 if __name__ == "__main__":
