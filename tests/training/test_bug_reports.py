@@ -166,6 +166,21 @@ def test_h14_every_checkpoint_drafts_and_holds_no_target(tmp_path):
         assert torch.equal(ids, target.generate(start, max_new_tokens=12, do_sample=False))
 
 
+@pytest.mark.parametrize("changed", [{"mask_token_id": 7}, {"target_layer_ids": [1, 0]}, {"block_size": 5}])
+def test_e11_a_run_does_not_go_on_under_other_conventions(tmp_path, changed):
+    target, name = build_target(), next(iter(changed))
+    args = arguments(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    drafter = build_drafter(refiner=None)
+    DrafterTrainer(drafter, args, target, train_dataset=texts(1)).train()
+    # (d): the saved config carries the id of the run.
+    saved = XPressDrafter.from_pretrained(tmp_path / "checkpoint-1")
+    assert saved.config.mask_token_id == drafter.config.mask_token_id
+    other = DrafterTrainer(build_drafter(refiner=None, **changed), args, target, train_dataset=texts(1))
+    for resume in (True, str(tmp_path / "checkpoint-1")):
+        with pytest.raises(ValueError, match=name):
+            other.train(resume_from_checkpoint=resume)
+
+
 def test_h15_gradient_checkpointing_changes_nothing(tmp_path):
     results = []
     for checkpointing in (False, True):

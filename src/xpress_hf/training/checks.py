@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, TrainerCallback
+from transformers.utils import CONFIG_NAME
 
+from ..configuration import XPressConfig
 from ..modeling.drafter import XPressDrafter
 from .arguments import DrafterTrainingArguments
 from .features import FeatureDataset
@@ -48,6 +52,25 @@ def check_dataset(dataset: Any, drafter: XPressDrafter, target: PreTrainedModel)
             raise ValueError("The data set is empty: there is nothing to learn from; look at the filters before it.")
         if isinstance(one, FeatureDataset):
             one.check(target, target_layer_ids=drafter.config.target_layer_ids)
+
+
+# Fields that say what a slot means; a run that goes on under other ones would unlearn what it has.
+RESUMED_FIELDS = ("mask_token_id", "target_layer_ids", "block_size", "slot_layout", "block_attention", "fusion")
+
+
+def check_resume(folder: str | Path, config: XPressConfig) -> None:
+    """Raises `ValueError` where the checkpoint that a run goes on from was trained under other conventions."""
+    path = Path(folder) / CONFIG_NAME
+    # A checkpoint of an adapter holds no config of the drafter.
+    if not path.exists():
+        return
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    for name in RESUMED_FIELDS:
+        if name in saved and saved[name] != getattr(config, name):
+            raise ValueError(
+                f"`{name}` is {getattr(config, name)!r}, but the checkpoint {str(folder)!r} was trained with "
+                f"{saved[name]!r}; resume with the same value, or start a new run from that drafter."
+            )
 
 
 class FiniteGradients(TrainerCallback):

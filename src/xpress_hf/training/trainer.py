@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from ..decoding.target import Target, check_pair
@@ -16,7 +17,7 @@ from ..modeling.backbone import additive_mask
 from ..modeling.drafter import XPressDrafter, unwrap_drafter
 from .arguments import DrafterTrainingArguments
 from .blocks import Blocks, block_visibility, cut_blocks, draw_batch_anchors, seeded_generator
-from .checks import FiniteGradients, check_dataset, check_recipe
+from .checks import FiniteGradients, check_dataset, check_recipe, check_resume
 from .data import TextCollator
 from .features import target_states
 from .losses import BlockTargets, LossVocabulary, block_loss, chunk_for_memory
@@ -94,6 +95,19 @@ class DrafterTrainer(Trainer):
     def drafter(self) -> XPressDrafter:
         """The drafter inside whatever wraps the model."""
         return unwrap_drafter(self.accelerator.unwrap_model(self.model))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> Any:
+        """As in `Trainer`.
+
+        Raises:
+            ValueError: the checkpoint to go on from was trained with another mask id, other taps or another block.
+        """
+        folder = resume_from_checkpoint
+        if folder is True:
+            folder = get_last_checkpoint(self.args.output_dir)
+        if folder:
+            check_resume(folder, self.drafter.config)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None and self.args.matrix_optimizer == "muon":
