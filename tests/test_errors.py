@@ -183,6 +183,9 @@ def test_folders_without_or_with_half_a_checkpoint(saved, tmp_path):
     (tmp_path / "half" / "model.safetensors").unlink()
     with pytest.raises(OSError, match="safetensors"):
         XPressDrafter.from_pretrained(tmp_path / "half")
+    for path in ("/no/such/folder", "./nowhere", "a/b/c"):
+        with pytest.raises(OSError, match="does not exist; give a folder, or a Hub id"):
+            XPressDrafter.from_pretrained(path)
     with pytest.raises(OSError, match="nowhere"):
         XPressDrafter.from_pretrained(tmp_path / "nowhere")
     (tmp_path / "half" / "config.json").write_text("{")

@@ -46,7 +46,14 @@ class StoredTensor:
 
 
 def find_file(source: str | os.PathLike, name: str, options: dict[str, Any]) -> Path | None:
-    """Path of a file of the checkpoint, fetched from the Hub where needed; `None` when the checkpoint lacks it."""
+    """Path of a file of the checkpoint, fetched from the Hub where needed; `None` when the checkpoint lacks it.
+
+    Raises:
+        OSError: `source` is a path to nothing; a Hub id has at most one "/".
+    """
+    text = str(source)
+    if not os.path.exists(text) and (text.startswith(("/", ".", "~")) or text.count("/") > 1):
+        raise OSError(f"{text!r} does not exist; give a folder, or a Hub id such as 'owner/name'.")
     options = {key: options[key] for key in HUB_OPTIONS if options.get(key) is not None}
     path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **options)
     return None if path is None else Path(path)
