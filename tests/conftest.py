@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 
-# Threads of two busy processes wait for each other on small machines.
-# Threads of test workers side by side would wait for each other.
+# Threads of two busy processes wait for each other on small machines: one each for test workers side by side.
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
