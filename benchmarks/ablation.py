@@ -69,8 +69,12 @@ def build(name: str, start: str) -> XPressDrafter:
     return drafter
 
 
-def train(name: str, target, args: argparse.Namespace, folder: Path) -> None:
-    recipe, options, more = ARMS[name]
+def train(
+    drafter: XPressDrafter, target, recipe: str, options: dict, args: argparse.Namespace, folder: Path, **more
+) -> None:
+    """One arm; nothing where `folder` holds a finished one."""
+    if (folder / "train.json").exists():
+        return
     arguments = DrafterTrainingArguments(
         output_dir=str(folder),
         recipe=recipe,
@@ -93,7 +97,7 @@ def train(name: str, target, args: argparse.Namespace, folder: Path) -> None:
         **more,
     )
     start = time.perf_counter()
-    trainer = DrafterTrainer(build(name, args.start), arguments, target, train_dataset=FeatureDataset(args.features))
+    trainer = DrafterTrainer(drafter, arguments, target, train_dataset=FeatureDataset(args.features))
     trainer.train()
     trainer.save_model()
     (folder / "train.json").write_text(
@@ -101,28 +105,37 @@ def train(name: str, target, args: argparse.Namespace, folder: Path) -> None:
     )
 
 
-def measure(name: str, target, tokenizer, prompts, args: argparse.Namespace, folder: Path) -> list[dict]:
-    """One row per prompt and temperature, kept in `folder`."""
+def measure(
+    drafter: XPressDrafter,
+    target,
+    tokenizer,
+    prompts,
+    args: argparse.Namespace,
+    folder: Path,
+    temperatures: tuple[int, ...] = (0, 1),
+) -> list[dict]:
+    """One row per prompt and temperature, kept in `folder`; what is there is not measured again."""
     path = folder / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     done = {(row["id"], row["temperature"]) for row in rows}
-    drafter = XPressDrafter.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    if name == "markov head":
-        drafter.refiner.__class__ = MarkovHead
-    drafter.speculation.sweeps = None if drafter.refiner is None else args.sweeps
     with open(path, "a", encoding="utf-8") as file:
-        for prompt in track(prompts, description=name):
-            ids = encode_prompt(tokenizer, prompt.turns[0], target.device)
-            for temperature in (0, 1):
-                if (prompt.id, temperature) in done:
-                    continue
-                options = {"do_sample": True, "temperature": 1.0} if temperature else {"do_sample": False}
+        for temperature in temperatures:
+            open_prompts = [prompt for prompt in prompts if (prompt.id, temperature) not in done]
+            options = {"do_sample": True, "temperature": 1.0} if temperature else {"do_sample": False}
+            for start in track(
+                range(0, len(open_prompts), args.batch), description=f"{folder.name}, T = {temperature}"
+            ):
+                batch = open_prompts[start : start + args.batch]
+                texts = [encode_prompt(tokenizer, prompt.turns[0], target.device)[0].tolist() for prompt in batch]
+                inputs = tokenizer.pad({"input_ids": texts}, padding_side="left", return_tensors="pt")
                 torch.manual_seed(0)
-                target.generate(ids, assistant_model=drafter, max_new_tokens=args.new, top_k=0, **options)
-                record = drafter.last_acceptance
-                row = {"id": prompt.id, "temperature": temperature, "kept": record.accepted}
-                file.write(json.dumps(row) + "\n")
-                rows.append(row)
+                target.generate(**inputs, assistant_model=drafter, max_new_tokens=args.new, top_k=0, **options)
+                for prompt, record in zip(batch, drafter.last_row_acceptance, strict=True):
+                    row = {"id": prompt.id, "temperature": temperature}
+                    row.update(kept=record.accepted, verified=record.verified)
+                    file.write(json.dumps(row) + "\n")
+                    rows.append(row)
+                file.flush()
     return rows
 
 
@@ -133,14 +146,20 @@ def pooled(rows: list[dict], draws: np.ndarray) -> tuple[float, np.ndarray]:
     return 1 + table[:, 0].sum() / table[:, 1].sum(), 1 + sums[:, 0] / sums[:, 1]
 
 
-def report(measured: dict[str, list[dict]], args: argparse.Namespace) -> str:
+def provenance(args: argparse.Namespace) -> str:
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), platform.processor())
-    lines = [
-        f"command: python {' '.join(sys.argv)}",
+    return (
+        f"command: python {' '.join(sys.argv)}\n"
         f"torch {torch.__version__}, transformers {transformers.__version__}, xpress_hf {xpress_hf.__version__}; "
         f"{cpu}, {torch.get_num_threads()} threads; bfloat16; {args.limit} prompts each of {' and '.join(FILES)}, "
-        f"{args.new} new tokens; {args.steps} steps of 192 blocks",
+        f"{args.new} new tokens; {args.steps} steps of at most 192 blocks"
+    )
+
+
+def report(measured: dict[str, list[dict]], args: argparse.Namespace) -> str:
+    lines = [
+        provenance(args),
         "| arm | T = 0 | minus xpress, 95 % | T = 1 | minus xpress, 95 % |",
         "| --- | --- | --- | --- | --- |",
     ]
@@ -159,27 +178,46 @@ def report(measured: dict[str, list[dict]], args: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def trained(name: str, folder: Path, args: argparse.Namespace) -> XPressDrafter:
+    """The drafter of an arm as generate() runs it."""
+    drafter = XPressDrafter.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    if name == "markov head":
+        drafter.refiner.__class__ = MarkovHead
+    drafter.speculation.sweeps = None if drafter.refiner is None else args.sweeps
+    return drafter
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Options of all scripts that train and measure arms."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", required=True, help="drafter without refiner that all arms start from")
     parser.add_argument("--features", required=True, help="folder of features of the embedded target")
     parser.add_argument("--data", required=True, help=f"folder with {' and '.join(FILES)}")
     parser.add_argument("--output", required=True, help="folder for drafters and rows")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--sweeps", type=int, default=2, help="sweeps in decoding")
+    parser.add_argument("--sweeps", type=int, default=2, help="sweeps of a refiner in decoding")
     parser.add_argument("--limit", type=int, default=40, help="prompts of each file")
+    parser.add_argument("--batch", type=int, default=16, help="prompts answered together")
     parser.add_argument("--new", type=int, default=64, help="new tokens per prompt")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    args = options.parse_args()
     transformers.logging.set_verbosity_error()
     target, tokenizer = load_demo_target(report=print)
     prompts = [prompt for name in FILES for prompt in read_prompts(Path(args.data) / name, args.limit)]
     folders = {name: Path(args.output) / name.replace(" ", "-") for name in args.arms}
     for name, folder in folders.items():
-        if not (folder / "train.json").exists():
-            train(name, target, args, folder)
-    measured = {name: measure(name, target, tokenizer, prompts, args, folder) for name, folder in folders.items()}
+        recipe, fields, more = ARMS[name]
+        train(build(name, args.start), target, recipe, fields, args, folder, **more)
+    measured = {
+        name: measure(trained(name, folder, args), target, tokenizer, prompts, args, folder)
+        for name, folder in folders.items()
+    }
     print(report(measured, args))
 
 

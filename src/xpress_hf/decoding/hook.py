@@ -156,6 +156,7 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
     finally:
         _current_call.reset(token)
     call.drafter.last_acceptance = call.generator.record
+    call.drafter.last_row_acceptance = [call.generator.record]
     return output
 
 
@@ -209,7 +210,8 @@ def _decode_rows(model: Any, drafter: XPressDrafter, input_ids: torch.Tensor, **
         streamer,
     )
     rows = loop.run()
-    drafter.last_acceptance = loop.record
+    drafter.last_row_acceptance = [row.record for row in rows]
+    drafter.last_acceptance = sum(drafter.last_row_acceptance[1:], start=rows[0].record)
     pad = getattr(config, "_pad_token_tensor", None)
     return build_output(rows, loop.requested, 0 if pad is None else int(pad), loop.forwards.cache)
 

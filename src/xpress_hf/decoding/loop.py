@@ -81,14 +81,14 @@ class DecodingLoop:
             self.requested.extras,
             config.prefill_chunk_size,
         )
+        num_drafts = drafter.config.num_draft_tokens
         pads = (self.forwards.mask.cumsum(dim=1) == 0).sum(dim=1).tolist()
         self.rows = [
-            Row(index, ids, pad, RowProcessors(processors, index, self.batch))
+            Row(index, ids, pad, RowProcessors(processors, index, self.batch), AcceptanceRecord(num_drafts))
             for index, (ids, pad) in enumerate(zip(input_ids, pads, strict=True))
         ]
         self.finished: list[Row] = []
         self.context = Context(drafter, self.batch)
-        self.record = AcceptanceRecord(drafter.config.num_draft_tokens)
 
     @torch.no_grad()
     def run(self) -> list[Row]:
@@ -198,7 +198,7 @@ class DecodingLoop:
             row.ids = torch.cat([row.ids, new])
             self._stream(new)
             if drafted:
-                self.record.add(min(accepted, count), drafted)
+                row.record.add(min(accepted, count), drafted)
             counts.append(count)
             if done:
                 self.finished.append(row)

@@ -13,6 +13,7 @@ import torch
 from transformers.generation import LogitsProcessorList
 
 from ..modeling.drafter import XPressDrafter
+from .acceptance import AcceptanceRecord
 from .caches import keep_columns, keep_rows
 from .candidates import SlotChooser, position_free
 
@@ -23,7 +24,7 @@ class Row:
 
     ids: committed ids, left padding included; the last one is the anchor and has not been run.
     pads: leading padding. processors: logits processors for this row.
-    steps: per new token what the caller asked for beside ids, see `outputs`.
+    record: cycles of this row. steps: per new token what the caller asked for beside ids, see `outputs`.
     cached: columns of the target's cache, kept when the row ends and the caller wants them.
     """
 
@@ -31,6 +32,7 @@ class Row:
     ids: torch.Tensor
     pads: int
     processors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    record: AcceptanceRecord
     steps: dict[str, list[Any]] = field(default_factory=dict)
     cached: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
