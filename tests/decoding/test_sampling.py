@@ -1,16 +1,15 @@
 """Sampled texts follow the law of plain sampling, whatever the drafter drafts."""
 
-import inspect
 from collections import Counter
 
 import pytest
 import torch
 from transformers import set_seed
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-from transformers.generation.utils import _speculative_sampling
 
 from tests.conftest import VOCAB, OracleDrafter, build_drafter, build_target, prompt
 from xpress_hf.decoding.candidates import SlotChooser
+from xpress_hf.decoding.verification import token_rejection
 from xpress_hf.modeling.drafter import BlockDraft
 from xpress_hf.modeling.refiner import refine_block
 
@@ -27,21 +26,14 @@ def warped(logits: torch.Tensor, warpers: LogitsProcessorList) -> torch.Tensor:
     return warpers(torch.zeros(1, 1, dtype=torch.long), logits[None].clone())[0]
 
 
-def one_cycle(p_logits: torch.Tensor, q_logits: torch.Tensor, warpers: LogitsProcessorList) -> list[int]:
-    """Draft one token from q by our chooser, verify it by the loop's own rule: one or two tokens."""
-    ids = torch.zeros(1, 1, dtype=torch.long)
-    chooser = SlotChooser(ids, warpers, do_sample=True, forbidden_ids=None)
-    draft = chooser(q_logits[None, None], None)
-    target_logits = warped(p_logits, warpers)[None, None].expand(1, 2, -1).clone()
-    arguments = {
-        "candidate_input_ids": torch.cat([ids, draft], dim=1),
-        "candidate_logits": chooser.laws,
-        "candidate_length": 1,
-        "new_logits": target_logits,
-    }
-    if "is_done_candidate" in inspect.signature(_speculative_sampling).parameters:
-        arguments["is_done_candidate"] = False
-    return _speculative_sampling(**arguments)[0][0].tolist()
+def cycles(p_logits: torch.Tensor, q_logits: torch.Tensor, warpers: LogitsProcessorList, draws: int = DRAWS):
+    """First token of `draws` cycles that draft one token from q and verify it, and whether the draft was kept."""
+    chooser = SlotChooser(torch.zeros(1, 1, dtype=torch.long), warpers, do_sample=True)
+    drafts = chooser(q_logits.expand(draws, 1, -1), None)
+    target_laws = warped(p_logits, warpers).softmax(dim=-1).expand(draws, 2, -1)
+    draft_laws = chooser.laws.softmax(dim=-1)
+    kept, tokens = token_rejection(drafts, draft_laws, target_laws, torch.ones(draws, dtype=torch.long))
+    return torch.where(kept == 1, drafts[:, 0], tokens), kept == 1
 
 
 LAWS = {
@@ -65,7 +57,7 @@ def test_first_token_of_a_cycle_follows_the_target(laws, warpers):
     p, q = (torch.tensor(law).log() for law in LAWS[laws])
     processors = LogitsProcessorList(WARPERS[warpers])
     torch.manual_seed(0)
-    counts = Counter(one_cycle(p, q, processors)[0] for _ in range(DRAWS))
+    counts = Counter(cycles(p, q, processors)[0].tolist())
     within_three_sigma(counts, warped(p, processors).softmax(dim=-1), DRAWS)
 
 
@@ -81,18 +73,15 @@ def test_token_after_a_rejection_follows_the_residual():
     """p = [.6, .4, 0, 0], q = [.2, .3, .5, 0]: after a rejected draft the law is [.8, .2, 0, 0]."""
     p, q = (torch.tensor(law).log() for law in LAWS["apart"])
     torch.manual_seed(1)
-    rejected = Counter()
-    for _ in range(DRAWS):
-        tokens = one_cycle(p, q, LogitsProcessorList())
-        if len(tokens) == 1:
-            rejected[tokens[0]] += 1
+    tokens, kept = cycles(p, q, LogitsProcessorList())
+    rejected = Counter(tokens[~kept].tolist())
     assert rejected.total() > 1500
     within_three_sigma(rejected, torch.tensor([0.8, 0.2, 0.0, 0.0]), rejected.total())
 
 
 def test_equal_laws_accept_every_draft():
     p, q = (torch.tensor(law).log() for law in LAWS["equal"])
-    assert all(len(one_cycle(p, q, LogitsProcessorList())) == 2 for _ in range(200))
+    assert bool(cycles(p, q, LogitsProcessorList(), 200)[1].all())
 
 
 @torch.no_grad()
@@ -122,9 +111,9 @@ class ConstantDrafter(OracleDrafter):
 
     law: torch.Tensor
 
-    def draft_block(self, target, known_ids, context_hidden_states, cache, choose=None):
-        super(OracleDrafter, self).draft_block(target, known_ids, context_hidden_states, cache)
-        logits = self.law.log().expand(1, self.config.num_draft_tokens, -1)
+    def draft_block(self, target, known_ids, context_hidden_states, cache, choose=None, **kwargs):
+        super(OracleDrafter, self).draft_block(target, known_ids, context_hidden_states, cache, **kwargs)
+        logits = self.law.log().expand(len(known_ids), self.config.num_draft_tokens, -1)
         return BlockDraft(choose(logits, None), logits)
 
 
@@ -150,24 +139,32 @@ def joint_law(target, ids, top_k=None, temperature=1.0):
     return law
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (2.0, None), (0.5, 3)])
-def test_joint_law_of_two_tokens_through_generate(temperature, top_k):
+@pytest.mark.parametrize(
+    ("loop", "rows", "calls", "temperature", "top_k"),
+    [
+        ("own", 3000, 1, 1.0, None),
+        ("own", 3000, 1, 2.0, None),
+        ("own", 3000, 1, 0.5, 3),
+        pytest.param("stock", 1, 1200, 0.5, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_joint_law_of_two_tokens_through_generate(loop, rows, calls, temperature, top_k):
     """The prefill gives the first token, so tokens 2 and 3 come out of a cycle: their joint law is that of the
     target."""
     target = tiny_target()
     ids = prompt(4, vocab=5)
     drafter = build_drafter(kind=ConstantDrafter, vocab_size=5, mask_token_id=4, block_size=4)
     drafter.law = torch.tensor([0.05, 0.15, 0.3, 0.3, 0.2])
+    drafter.speculation.loop = loop
     options = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": 1.0}
-    draws, counts, firsts = 1200, Counter(), Counter()
+    options.update(attention_mask=torch.ones_like(ids), num_return_sequences=rows, max_new_tokens=3, pad_token_id=0)
+    draws, counts, firsts = rows * calls, Counter(), Counter()
     set_seed(11)
-    for _ in range(draws):
-        out = target.generate(ids, assistant_model=drafter, max_new_tokens=3, pad_token_id=0, **options)
-        tokens = out[0, ids.shape[1] :].tolist()
-        firsts[tokens[0]] += 1
-        counts[(tokens[0], tokens[1], tokens[2])] += 1
-    assert drafter.last_acceptance.num_cycles == 1
+    for _ in range(calls):
+        for tokens in target.generate(ids, assistant_model=drafter, **options)[:, ids.shape[1] :].tolist():
+            firsts[tokens[0]] += 1
+            counts[tuple(tokens)] += 1
+    assert drafter.last_acceptance.num_cycles == rows
     start = joint_law(target, ids, top_k, temperature).sum(dim=1)
     within_three_sigma(firsts, start, draws)
     for first in range(5):
@@ -192,20 +189,26 @@ def test_same_seed_same_ids_and_other_seeds_other_ids():
     assert len(set(texts)) > 2
 
 
-def test_an_end_id_can_still_be_drawn():
-    """End ids have no probability in the draft; the target draws them as often as it would without a drafter."""
+@pytest.mark.parametrize(
+    ("loop", "rows", "calls"), [("own", 3000, 1), pytest.param("stock", 1, 400, marks=pytest.mark.slow)]
+)
+def test_an_end_id_can_still_be_drawn(loop, rows, calls):
+    """Whether or not a draft may hold end ids, texts end as often as without a drafter."""
     target, ids = tiny_target(), prompt(4, vocab=5)
     drafter = build_drafter(kind=ConstantDrafter, vocab_size=5, mask_token_id=4, block_size=4)
     drafter.law = torch.tensor([0.05, 0.15, 0.3, 0.3, 0.2])
+    drafter.speculation.loop = loop
     options = {"do_sample": True, "top_k": 0, "eos_token_id": 2, "pad_token_id": 0, "max_new_tokens": 4}
+    options.update(attention_mask=torch.ones_like(ids), num_return_sequences=rows)
     set_seed(3)
     lengths = [Counter(), Counter()]
-    draws = 400
+    draws = rows * calls
     for counter, assistant in zip(lengths, (None, drafter), strict=True):
-        for _ in range(draws):
-            out = target.generate(ids, assistant_model=assistant, **options)[0, ids.shape[1] :].tolist()
-            counter[len(out)] += 1
-            assert 2 not in out[:-1]
+        for _ in range(calls):
+            for tokens in target.generate(ids, assistant_model=assistant, **options)[:, ids.shape[1] :].tolist():
+                length = tokens.index(2) + 1 if 2 in tokens else len(tokens)
+                counter[length] += 1
+                assert not any(tokens[length:])
     for length in range(1, 5):
         p = (lengths[0][length] + lengths[1][length]) / (2 * draws)
         bound = 4 * (2 * p * (1 - p) / draws) ** 0.5
