@@ -160,6 +160,18 @@ def test_no_code_of_a_checkpoint_runs(folder, tmp_path):
     assert not trace.exists()
 
 
+def test_a_file_in_place_of_its_folder(folder):
+    with pytest.raises(OSError, match=r"model\.safetensors' is a file; give the folder"):
+        XPressDrafter.from_pretrained(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("options", [{}, {"local_files_only": True}])
+def test_a_repository_that_is_not_in_the_cache(options):
+    """Offline, nobody can say that a repository lacks a file."""
+    with pytest.raises(OSError, match=r"config\.json \(offline: only the cache was searched\)"):
+        XPressDrafter.from_pretrained("nobody/nothing", **options)
+
+
 def test_only_safetensors_are_read(folder):
     state = load_file(folder / "model.safetensors")
     torch.save(state, folder / "pytorch_model.bin")

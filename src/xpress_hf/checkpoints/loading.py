@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from .files import (
     StoredTensor,
     check_hashes,
     find_file,
+    looked_in,
     open_tensors,
     open_training_file,
     read_json,
@@ -104,11 +106,14 @@ def open_checkpoint(
     """
     source, options = str(source), options or {}
     stored_config, commit = read_config(source, options, config is not None)
-    tensors = read_weights(source, options, allow_pickle)
+    tensors, is_training_file = read_weights(source, options, allow_pickle)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     kind = stored_config.get("model_type")
     is_own = kind == XPressConfig.model_type if stored_config else "backbone.norm.weight" in shapes
     detection = Detection(OWN, "`model_type` is 'xpress'") if is_own else detect(stored_config, shapes)
+    if is_training_file:
+        layout = dataclasses.replace(detection.layout, name="xPress training file")
+        detection = Detection(layout, f"its weights are the pickle {TRAINING_FILE!r}")
     facts = Source(stored_config, shapes, tap_offset, [])
     if config is None:
         config = build_config(detection.layout, facts, overrides or {})
@@ -136,20 +141,23 @@ def read_config(source: str, options: dict[str, Any], is_optional: bool) -> tupl
     if path is None and is_optional:
         return {}, None
     if path is None:
-        raise OSError(f"{source!r} has no config.json; give a folder or Hub id that holds a drafter.")
+        raise OSError(
+            f"{source!r} has no config.json{looked_in(source, options)}; give a folder or Hub id that holds a drafter."
+        )
     return read_json(path, source), extract_commit_hash(str(path), None)
 
 
-def read_weights(source: str, options: dict[str, Any], allow_pickle: bool) -> dict[str, StoredTensor]:
-    """Tensors of the safetensors files, else of an xPress training file."""
+def read_weights(source: str, options: dict[str, Any], allow_pickle: bool) -> tuple[dict[str, StoredTensor], bool]:
+    """Tensors of the safetensors files, else of an xPress training file; whether it was the latter."""
     if files := weight_files(source, options):
-        return open_tensors(files)
+        return open_tensors(files), False
     path = find_file(source, TRAINING_FILE, options)
     if path is None:
         raise OSError(
-            f"{source!r} has neither model.safetensors nor model.safetensors.index.json; only those are read."
+            f"{source!r} has neither model.safetensors nor model.safetensors.index.json"
+            f"{looked_in(source, options)}; only those are read."
         )
-    return open_training_file(path, allow_pickle)
+    return open_training_file(path, allow_pickle), True
 
 
 def check_own_index(source: str, options: dict[str, Any]) -> None:
