@@ -35,7 +35,7 @@ def fails(folder, words: str) -> None:
         XPressDrafter.from_pretrained(folder)
     before = sorted(path.name for path in folder.parent.iterdir())
     with pytest.raises((ValueError, OSError), match=words):
-        export(folder, folder.parent / "out", "zlab")
+        export(folder, folder.parent / "new" / "out", "zlab")
     assert sorted(path.name for path in folder.parent.iterdir()) == before
 
 

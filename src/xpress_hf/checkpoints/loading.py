@@ -72,13 +72,15 @@ class Checkpoint:
         if self.hashes is not None:
             check_hashes(self.source, self.tensors, self.hashes)
 
+    def remarks(self) -> list[str]:
+        """What was noted and what was left aside, as sentences."""
+        if not self.ignored:
+            return list(self.notes)
+        reasons = sorted(set(self.ignored.values()))
+        return [*self.notes, f"ignored {sorted(self.ignored)}: {'; '.join(reasons)}."]
+
     def report(self) -> None:
-        """Logs what was left aside and what was noted."""
-        lines = list(self.notes)
-        if self.ignored:
-            reasons = sorted(set(self.ignored.values()))
-            lines.append(f"ignored {sorted(self.ignored)}: {'; '.join(reasons)}.")
-        for line in lines:
+        for line in self.remarks():
             logger.warning("%s (%s): %s", self.source, self.layout, line)
 
 
