@@ -10,20 +10,12 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from .rotary import check_rope, is_positive
+
 SLOT_LAYOUTS = ("fill", "shift")
 FUSIONS = ("concat", "layerwise")
 BLOCK_ATTENTIONS = ("bidirectional", "causal")
 LAYER_TYPES = ("full_attention", "sliding_attention")
-
-# Types of rotary embeddings, with the parameters that each cannot do without.
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor"),
-}
 
 # Types that a drafter computes in; others are storage only, and torch builds no model in them.
 DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -222,7 +214,7 @@ class XPressConfig(PreTrainedConfig):
         self._check_choices()
         self._check_sizes()
         self._check_dtype()
-        self._check_rope()
+        check_rope(self.rope_parameters or {}, self.head_dim)
         if self.refiner is not None:
             self._check_refiner()
         if self.length_head is not None:
@@ -241,7 +233,7 @@ class XPressConfig(PreTrainedConfig):
             raise ValueError(f"`num_hidden_layers` must be at most {MOST_LAYERS}, got {self.num_hidden_layers}.")
         if self.mask_token_id is not None and not is_integer(self.mask_token_id):
             raise ValueError(f"`mask_token_id` must be an integer, got {self.mask_token_id!r}.")
-        if not isinstance(self.rms_norm_eps, int | float) or not self.rms_norm_eps > 0:
+        if not is_positive(self.rms_norm_eps):
             raise ValueError(f"`rms_norm_eps` must be a number > 0, got {self.rms_norm_eps!r}.")
         for name in ("attention_dropout", "initializer_range"):
             value = getattr(self, name)
@@ -269,17 +261,6 @@ class XPressConfig(PreTrainedConfig):
     def _check_dtype(self) -> None:
         if self.dtype is not None and str(self.dtype).removeprefix("torch.") not in DTYPES:
             raise ValueError(f"`dtype` must be one of {list(DTYPES)} or null, got {self.dtype!r}.")
-
-    def _check_rope(self) -> None:
-        rope = self.rope_parameters or {}
-        kind = rope.get("rope_type", "default")
-        if not isinstance(kind, str) or kind not in ROPE_TYPES:
-            raise ValueError(f"`rope_parameters.rope_type` must be one of {sorted(ROPE_TYPES)}, got {kind!r}.")
-        theta = rope.get("rope_theta", 1.0)
-        if not isinstance(theta, int | float) or not theta > 0:
-            raise ValueError(f"`rope_parameters.rope_theta` must be a number > 0, got {theta!r}.")
-        if missing := [name for name in ROPE_TYPES[kind] if name not in rope]:
-            raise ValueError(f"`rope_parameters` of type {kind!r} lacks {missing}.")
 
     def _check_choices(self) -> None:
         choices = [("slot_layout", [self.slot_layout], SLOT_LAYOUTS), ("fusion", [self.fusion], FUSIONS)]

@@ -163,6 +163,22 @@ WRONG = {
         ["max_window_layers", "None"],
     ),
     "z-lab: no rope base (E9)": (without(ZLAB, "rope_theta"), DFLASH, ["rope_theta"]),
+    "z-lab: an endless rope base (E9)": ({**ZLAB, "rope_theta": float("inf")}, DFLASH, ["rope_theta", "inf"]),
+    "z-lab: a rope factor that is a text": (
+        {**ZLAB, "rope_scaling": {"type": "linear", "factor": "2"}},
+        DFLASH,
+        ["rope_parameters.factor", "'2'"],
+    ),
+    "z-lab: a rope factor of zero": (
+        {**ZLAB, "rope_scaling": {"type": "yarn", "factor": 0}},
+        DFLASH,
+        ["rope_parameters.factor", "0"],
+    ),
+    "z-lab: rope factors of another head": (
+        {**ZLAB, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 8}},
+        DFLASH,
+        ["rope_parameters.long_factor", "4 numbers"],
+    ),
     "SpecForge: no projection (E17)": (
         WITHOUT_CODE,
         without(DFLASH, "fc.weight"),

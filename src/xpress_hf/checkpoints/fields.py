@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from ..rotary import is_positive
+
 Config = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -150,7 +152,7 @@ def rope_parameters(source: Source, config: Config) -> Config:
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise ValueError(f"`rope_parameters` must be a dict, got {given!r}.")
-    parameters = dict(given)
+    parameters = {key: value for key, value in given.items() if value is not None}
     if parameters and all(isinstance(value, dict) for value in parameters.values()):
         distinct = list(parameters.values())
         if any(value != distinct[0] for value in distinct):
@@ -171,9 +173,9 @@ def rope_parameters(source: Source, config: Config) -> Config:
             f"`rope_theta` is {config['rope_theta']!r} at the top level and {theta!r} in the rotary parameters; keep "
             "the right one."
         )
-    if not isinstance(theta, int | float) or theta <= 0:
+    if not is_positive(theta):
         raise ValueError(
-            "`rope_theta` is missing or no positive number, at the top level and in `rope_parameters`; add it to "
+            f"`rope_theta` must be a number > 0, at the top level or in `rope_parameters`, got {theta!r}; add it to "
             "config.json."
         )
     parameters["rope_theta"] = float(theta)
