@@ -205,6 +205,24 @@ def test_what_the_drafter_computes_survives_the_zlab_layout(tmp_path, overrides)
         assert getattr(loaded, name) == getattr(drafter.config, name), name
 
 
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+def test_the_direction_is_written_where_readers_look(tmp_path, direction):
+    """JetSpec reads `causal_head`, servers read `is_causal`; neither is written where it is the default."""
+    export(build_drafter(**BARE, block_attention=direction), tmp_path / "out", "zlab")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    expected = True if direction == "causal" else None
+    assert (config.get("is_causal"), config["dflash_config"].get("causal_head")) == (expected, expected)
+
+
+def test_our_own_layout_is_written_with_hashes(tmp_path):
+    write(tmp_path / "drafter", SERVING, values({**DFLASH, **SERVING_HEAD}))
+    export(tmp_path / "drafter", tmp_path / "out", "own")
+    hashes = json.loads((tmp_path / "out" / "tensor_hashes.json").read_text())["tensors"]
+    assert hashes.keys() == load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert all(len(value) == 64 for value in hashes.values())
+    assert open_checkpoint(tmp_path / "out").hashes is not None
+
+
 @pytest.mark.parametrize(
     ("overrides", "layout", "words"),
     [
