@@ -140,7 +140,7 @@ WRONG = {
     "z-lab: one tap too few (E12)": (
         inner(ZLAB, target_layer_ids=[0]),
         DFLASH,
-        ["fusion.fc.weight", "[32, 64]", "[32, 32]"],
+        ["['fc.weight: [32, 64], expected [32, 32]']"],
     ),
     "z-lab: two rope bases (E9)": (
         {**ZLAB, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
@@ -182,7 +182,7 @@ WRONG = {
     "SpecForge: no projection (E17)": (
         WITHOUT_CODE,
         without(DFLASH, "fc.weight"),
-        ["missing_keys", "fusion.fc.weight"],
+        ["missing_keys: ['fc.weight']"],
     ),
     "SpecForge: a stray tensor (E17)": (WITHOUT_CODE, {**DFLASH, "gate.weight": (2,)}, ["unexpected", "gate.weight"]),
     "serving: folded mixer": ({**SERVING, "xpress_mixer_format": "folded"}, XPRESS_KEYS, ["xpress_mixer_format"]),
@@ -243,6 +243,15 @@ WRONG = {
         {**DFLASH, **LENGTH_HEAD, "prob_head.0.weight": (2, 2)},
         ["other heads", "prob_head"],
     ),
+    "AdaFlash: a layer of the short-named head in another shape": (
+        ADAFLASH,
+        {
+            **DFLASH,
+            **{key.replace("_two_model", ""): v for key, v in LENGTH_HEAD.items()},
+            "thresh_head.out.bias": (2,),
+        },
+        ["thresh_head.out.bias: [2], expected [1]"],
+    ),
     "AdaFlash: head without tensors": (ADAFLASH, DFLASH, ["length head is incomplete"]),
     "DFlare: no context projections": (
         ZLAB,
@@ -261,7 +270,13 @@ WRONG = {
     ),
     "DeepSpec: taps the embedding": ({**DEEPSPEC, "target_layer_ids": [-1, 1]}, DFLASH, ["target_layer_ids", "-1"]),
     "native: a layer too many": ({**MUSE, "num_hidden_layers": 3}, NATIVE, ["num_hidden_layers", "3", "2"]),
-    "JetSpec: two directions in one field": (inner(JETSPEC, block_size=4), DFLASH, ["block_size", "4", "8"]),
+    "native: no projection (I7)": (
+        MUSE,
+        without(NATIVE, "encoder.fc.weight"),
+        ["missing_keys: ['encoder.fc.weight']"],
+    ),
+    "JetSpec: two block sizes": (inner(JETSPEC, block_size=4), DFLASH, ["block_size", "4", "8"]),
+    "JetSpec: a direction that is a text": (inner(JETSPEC, causal_head="yes"), DFLASH, ["causal_head", "'yes'"]),
     "variable prefix: mask outside (E11)": (inner(VARIABLE_PREFIX, mask_token_id=64), DFLASH, ["mask_token_id", "64"]),
     "prefix: the same tensor twice": (ZLAB, {**DFLASH, "model.norm.weight": (32,)}, ["norm.weight", "twice"]),
 }
@@ -327,7 +342,7 @@ def test_fields_that_change_the_drafter_are_not_dropped(tmp_path, field, value, 
 def test_weights_stored_as_integers(tmp_path):
     tensors = values(DFLASH)
     tensors["fc.weight"] = tensors["fc.weight"].to(torch.int8)
-    with pytest.raises(ValueError, match=r"quantised.*fusion\.fc\.weight.*I8"):
+    with pytest.raises(ValueError, match=r"quantised.*'fc\.weight'.*I8"):
         XPressDrafter.from_pretrained(write(tmp_path, ZLAB, tensors))
 
 

@@ -29,7 +29,7 @@ from .files import (
     read_json,
     weight_files,
 )
-from .layouts import Detection, Layout, detect, rename, why_ignored
+from .layouts import Detection, Layout, detect, rename, rename_back, why_ignored
 from .shapes import check_shapes
 
 logger = logging.getLogger(__name__)
@@ -127,8 +127,13 @@ def open_checkpoint(
     else:
         check_maps(tensors)
     ours, ignored = sort_tensors(tensors, detection.layout)
-    check_shapes(source, config, {name: tensor.shape for name, tensor in ours.items()})
-    check_dtypes(source, ours)
+    stored_names = {rename(key, detection.layout.keys): key for key in tensors}
+
+    def spell(name: str) -> str:
+        return stored_names.get(name) or rename_back(name, detection.layout.keys) or name
+
+    check_shapes(source, config, {name: tensor.shape for name, tensor in ours.items()}, spell)
+    check_dtypes(source, {spell(name): tensor for name, tensor in ours.items()})
     config._name_or_path = source
     if commit is not None:
         config._commit_hash = commit
