@@ -96,7 +96,11 @@ def test_what_the_checkpoint_says_of_itself_is_on_the_card():
 
 
 @pytest.mark.parametrize(
-    "name", [None, "", "target", "/models/target", "./target", "../a/b", "a/b/c", "C:\\models", "tests/checkpoints", 3]
+    "name",
+    [
+        *(None, "", "target", "/models/target", "./target", "../a/b", "a/b/c", "C:\\models", "tests/checkpoints", 3),
+        *("a/b..c", "a/b--c", "a/b.git", "a/b-", "a/" + "b" * 97),  # no names on the Hub
+    ],
 )
 def test_a_target_from_disk_is_no_base_model(name, monkeypatch):
     """I4, I5: a Hub id or nothing."""
@@ -119,12 +123,65 @@ def test_a_target_from_disk_is_no_base_model(name, monkeypatch):
         ('{"target": null}', "target"),
         ('{"speed": {"columns": ["a"], "rows": [["b"]]}}', "setting"),
         ('{"speed": {"columns": ["a"], "rows": [["b", "c"]], "setting": "x"}}', "one cell per column"),
+        ('{"speed": {"columns": ["a"], "rows": [1], "setting": "x"}}', "`speed`.*lists"),
+        ('{"speed": {"columns": ["a"], "rows": "b", "setting": "x"}}', "`speed`.*lists"),
+        ('{"speed": {"columns": 3}}', "`speed`.*lists"),
+        ('{"speed": {"setting": 3}}', r"`speed\.setting`.*3"),
+        ('{"license": ["mit"]}', r"`license`.*\['mit'\]"),
+        ('{"title": 3}', "`title`.*3"),
+        ('{"tags": ["a", 3]}', r"`tags\[1\]`.*3"),
+        ('{"language": {"en": 1}}', "`language`.*en"),
+        ('{"training": {"recipe": 3}}', r"`training\.recipe`.*3"),
+        ('{"training": {"commands": [3]}}', r"`training\.commands\[0\]`.*3"),
     ],
 )
 def test_facts_that_cannot_be_used(tmp_path, text, words):
     (tmp_path / "facts.json").write_text(text)
     with pytest.raises(ValueError, match=words):
         CardFacts.read(tmp_path / "facts.json")
+
+
+def test_facts_in_another_encoding(tmp_path):
+    (tmp_path / "facts.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(ValueError, match=r"facts\.json.*no valid JSON"):
+        CardFacts.read(tmp_path / "facts.json")
+
+
+def test_one_text_stands_for_a_list_of_one():
+    """As in the front matter of other cards; null is as good as nothing."""
+    facts = CardFacts(language="en", tags="mine", datasets="maker/data", training={"commands": "xpress-hf train"})
+    card = model_card(build_drafter(), facts)
+    found = metadata(card)
+    assert (found["language"], found["datasets"], found["tags"][-1]) == (["en"], ["maker/data"], "mine")
+    assert "```bash\nxpress-hf train\n```" in card.text
+    empty = CardFacts(language=None, tags=None, datasets=None, license="", training={"commands": None})
+    assert metadata(model_card(build_drafter(), empty)) == metadata(model_card(build_drafter()))
+
+
+def test_text_inside_a_table_stays_in_its_cell():
+    facts = CardFacts(
+        mask_token="<|MASK|>",
+        target={"description": "one\nof | two"},
+        acceptance={"setting": "s", "columns": ["a", "b"], "rows": [["x\ny", "p|q"]]},
+    )
+    lines = model_card(build_drafter(), facts).text.splitlines()
+    assert "| mask token | id 63, <\\|MASK\\|> |" in lines
+    assert "| target | one of \\| two |" in lines
+    assert "| x y | p\\|q |" in lines
+
+
+def test_the_revision_belongs_to_the_target_that_is_named():
+    drafter = build_drafter(target={"name": "maker/target", "revision": "abc"})
+    assert 'from_pretrained(name, revision="abc", dtype="auto")' in model_card(drafter).text
+    other = model_card(drafter, CardFacts(target={"id": "maker/other"})).text
+    assert "abc" not in other
+    local = model_card(build_drafter(), CardFacts(target={"id": "/models/target", "revision": "abc"})).text
+    assert 'from_pretrained(name, dtype="auto")' in local
+
+
+def test_the_id_of_the_card_itself_is_checked():
+    with pytest.raises(ValueError, match="not an id"):
+        model_card(build_drafter(), None, "not an id")
 
 
 def test_the_card_of_the_demo_drafter_is_written_by_the_tool(tmp_path):
@@ -172,6 +229,10 @@ outcome("newest", lambda: loads("me/drafter", second, token=token))
 commit = found["push"].rsplit("/", 1)[-1]
 outcome("revision", lambda: loads("me/drafter", first, token=token, revision=commit))
 outcome("unknown revision", lambda: loads("me/drafter", first, token=token, revision="nothing"))
+first.generation_config.num_assistant_tokens = 3
+outcome("limited", lambda: first.push_to_hub("me/limited", token=token))
+first.generation_config.num_assistant_tokens = None
+outcome("free again", lambda: first.push_to_hub("me/limited", token=token, tags="mine"))
 outcome("branch", lambda: first.push_to_hub("me/drafter", token=token, revision="trial", tags=["mine"]))
 outcome("from branch", lambda: loads("me/drafter", first, token=token, revision="trial"))
 outcome("local files", lambda: loads("me/drafter", second, token=token, local_files_only=True))
@@ -262,6 +323,13 @@ def test_a_second_push_keeps_the_card_and_leaves_no_old_weights(session):
     assert "model.safetensors" not in files
     assert "model.safetensors.index.json" in files
     assert metadata(ModelCard(files["README.md"].decode()))["license"] == "mit"
+
+
+def test_a_limit_of_drafts_goes_with_the_push_that_drops_it(session):
+    found, hub = session
+    limited = hub.repositories["me/limited"].commits[found["limited"].rsplit("/", 1)[-1]]
+    assert json.loads(limited["generation_config.json"])["num_assistant_tokens"] == 3
+    assert set(hub.repositories["me/limited"].files("main")) == OWN_FILES
 
 
 def test_offline(session):

@@ -10,20 +10,15 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from .rotary import check_rope, is_positive
+
 SLOT_LAYOUTS = ("fill", "shift")
 FUSIONS = ("concat", "layerwise")
 BLOCK_ATTENTIONS = ("bidirectional", "causal")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# Types of rotary embeddings, with the parameters that each cannot do without.
-ROPE_TYPES: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor"),
-}
+# Types that a drafter computes in; others are storage only, and torch builds no model in them.
+DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 # Far above any drafter; a larger number in a file is damage, and lists of that length would be built from it.
 MOST_LAYERS = 1000
@@ -194,7 +189,11 @@ class XPressConfig(PreTrainedConfig):
         known = {field.name for field in dataclasses.fields(self)} | _TRANSFORMERS_KEYS
         if unknown := sorted(set(kwargs) - known):
             raise ValueError(f"`XPressConfig` got unknown keys {unknown}; remove them or correct their spelling.")
+        older_name = kwargs.pop("torch_dtype", None)
+        self.dtype: str | torch.dtype | None = older_name if self.dtype is None else self.dtype
         self._check_types()
+        if isinstance(self.dtype, str):
+            self.dtype = self.dtype.removeprefix("torch.")
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
@@ -214,7 +213,8 @@ class XPressConfig(PreTrainedConfig):
                 )
         self._check_choices()
         self._check_sizes()
-        self._check_dtype_and_rope()
+        self._check_dtype()
+        check_rope(self.rope_parameters or {}, self.head_dim)
         if self.refiner is not None:
             self._check_refiner()
         if self.length_head is not None:
@@ -224,6 +224,7 @@ class XPressConfig(PreTrainedConfig):
 
     def _check_types(self) -> None:
         """Numbers and lists as they come from a JSON file written by others, before anything is computed from them."""
+        self._check_dtype()
         for name in _SIZES:
             value = getattr(self, name)
             if value is not None and (not is_integer(value) or value < 1):
@@ -232,7 +233,7 @@ class XPressConfig(PreTrainedConfig):
             raise ValueError(f"`num_hidden_layers` must be at most {MOST_LAYERS}, got {self.num_hidden_layers}.")
         if self.mask_token_id is not None and not is_integer(self.mask_token_id):
             raise ValueError(f"`mask_token_id` must be an integer, got {self.mask_token_id!r}.")
-        if not isinstance(self.rms_norm_eps, int | float) or not self.rms_norm_eps > 0:
+        if not is_positive(self.rms_norm_eps):
             raise ValueError(f"`rms_norm_eps` must be a number > 0, got {self.rms_norm_eps!r}.")
         for name in ("attention_dropout", "initializer_range"):
             value = getattr(self, name)
@@ -257,20 +258,9 @@ class XPressConfig(PreTrainedConfig):
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` must be an activation of transformers, got {self.hidden_act!r}.")
 
-    def _check_dtype_and_rope(self) -> None:
-        dtype = getattr(torch, self.dtype, None) if isinstance(self.dtype, str) else self.dtype
-        is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        if self.dtype is not None and not is_float:
-            raise ValueError(f"`dtype` must name a floating point type of torch, got {self.dtype!r}.")
-        rope = self.rope_parameters or {}
-        kind = rope.get("rope_type", "default")
-        if not isinstance(kind, str) or kind not in ROPE_TYPES:
-            raise ValueError(f"`rope_parameters.rope_type` must be one of {sorted(ROPE_TYPES)}, got {kind!r}.")
-        theta = rope.get("rope_theta", 1.0)
-        if not isinstance(theta, int | float) or not theta > 0:
-            raise ValueError(f"`rope_parameters.rope_theta` must be a number > 0, got {theta!r}.")
-        if missing := [name for name in ROPE_TYPES[kind] if name not in rope]:
-            raise ValueError(f"`rope_parameters` of type {kind!r} lacks {missing}.")
+    def _check_dtype(self) -> None:
+        if self.dtype is not None and str(self.dtype).removeprefix("torch.") not in DTYPES:
+            raise ValueError(f"`dtype` must be one of {list(DTYPES)} or null, got {self.dtype!r}.")
 
     def _check_choices(self) -> None:
         choices = [("slot_layout", [self.slot_layout], SLOT_LAYOUTS), ("fusion", [self.fusion], FUSIONS)]

@@ -15,6 +15,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from .checkpoints.export import as_checkpoint
 from .checkpoints.inspection import describe_checkpoint
@@ -29,12 +32,13 @@ TEMPLATES = (
     Path(__file__).parent / "card_template.md",
     Path(__file__).parents[2] / "model_cards" / "template.md",
 )
+TEXTS = ("title", "summary", "license", "mask_token", "intended_use", "limits", "usage", "notes")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass
 class CardFacts:
-    """What a card says beyond the checkpoint. Every field may be missing.
+    """What a card says beyond the checkpoint. Every field may be missing; a text stands for a list of one.
 
     Args:
         title, summary: heading and first paragraph.
@@ -76,15 +80,33 @@ class CardFacts:
             if not isinstance(value, dict) or (unknown := sorted(set(value) - known)):
                 bad = unknown if isinstance(value, dict) else value
                 raise ValueError(f"`{name}` of the facts must be a dict with keys of {sorted(known)}, got {bad!r}.")
+        for name in ("language", "tags", "datasets"):
+            setattr(self, name, as_list(getattr(self, name), name))
+        self.training = {**self.training, "commands": as_list(self.training.get("commands"), "training.commands")}
+        self._check_texts()
         for name in ("acceptance", "speed"):
             self._check_table(name)
 
+    def _check_texts(self) -> None:
+        values = {name: getattr(self, name) for name in TEXTS}
+        for name, keys in (("training", ("data", "recipe", "hardware")), ("target", ("revision", "description"))):
+            values |= {f"{name}.{key}": getattr(self, name).get(key) for key in keys}
+        values |= {f"{name}.setting": getattr(self, name).get("setting") for name in ("acceptance", "speed")}
+        lists = {"language": self.language, "tags": self.tags, "training.commands": self.training["commands"]}
+        values |= {f"{name}[{place}]": one for name, entries in lists.items() for place, one in enumerate(entries)}
+        for name, value in values.items():
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"`{name}` of the facts must be a text or null, got {value!r}.")
+
     def _check_table(self, name: str) -> None:
         value = getattr(self, name)
-        widths = {len(row) for row in [value.get("columns", []), *value.get("rows", [])]}
+        columns, rows = value.get("columns") or [], value.get("rows") or []
+        if not all(isinstance(one, list | tuple) for one in (columns, rows, *rows)):
+            raise ValueError(f"`{name}` of the facts: `columns`, `rows` and every row must be lists, got {value!r}.")
+        widths = {len(row) for row in (columns, *rows)}
         if len(widths) > 1:
             raise ValueError(f"`{name}` of the facts: every row needs one cell per column, got {sorted(widths)}.")
-        if value.get("rows") and not value.get("setting"):
+        if rows and not value.get("setting"):
             raise ValueError(f"`{name}.setting` is missing: figures need prompts, hardware, dtype and versions.")
 
     @classmethod
@@ -96,7 +118,7 @@ class CardFacts:
         """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # no JSON, or no UTF-8
             raise ValueError(f"{str(path)!r} is no valid JSON ({error}).") from error
         known = {one.name for one in dataclasses.fields(cls)}
         if not isinstance(values, dict) or (unknown := sorted(set(values) - known)):
@@ -108,6 +130,10 @@ class CardFacts:
 def hub_id(name: Any) -> str | None:
     """`name` if it is an id on the Hub ("owner/name"), never a path on disk."""
     if not isinstance(name, str) or not _HUB_ID.fullmatch(name) or Path(name).exists():
+        return None
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
         return None
     return name
 
@@ -121,7 +147,8 @@ def card_metadata(checkpoint: Checkpoint, facts: CardFacts) -> ModelCardData:
     kinds += ["adaflash"] if config.length_head is not None else []
     tags = list(dict.fromkeys([*TAGS, *kinds, *[tag for tag in facts.tags if tag]]))
     datasets = [name for name in map(hub_id, facts.datasets) if name]
-    optional: dict[str, Any] = {"license": facts.license, "language": [one for one in facts.language if one] or None}
+    languages = [one for one in facts.language if one]
+    optional: dict[str, Any] = {"license": facts.license or None, "language": languages or None}
     # A drafter does not run without its target, which of the Hub's relations "adapter" says best.
     optional |= {"base_model": base_model, "base_model_relation": "adapter" if base_model else None}
     optional |= {"datasets": datasets or None}
@@ -138,14 +165,21 @@ def model_card(
         source: a loaded drafter or an opened checkpoint.
         facts: what the checkpoint does not say.
         repo_id: where it will be found.
+
+    Raises:
+        ValueError: `repo_id` is no id of the Hub.
     """
+    if repo_id is not None:
+        validate_repo_id(repo_id)
     checkpoint, facts = as_checkpoint(source), facts or CardFacts()
     about = describe_checkpoint(checkpoint)
     data = card_metadata(checkpoint, facts)
     base_model = data.to_dict().get("base_model")
     name = base_model or facts.target.get("id") or about["target"]["named"]
     target_name = Path(str(name)).name if name else "an unnamed target"
-    revision = facts.target.get("revision") or (checkpoint.config.target or {}).get("revision")
+    known = checkpoint.config.target or {}
+    is_same = facts.target.get("id") in (None, known.get("name"))
+    revision = facts.target.get("revision") or (known.get("revision") if is_same else None)
     described = facts.target.get("description") or (f"`{base_model}`" if base_model else target_name)
     template = next((path for path in TEMPLATES if path.is_file()), None)
     if template is None:
@@ -158,12 +192,14 @@ def model_card(
         about=about,
         repo_id=repo_id,
         base_model=base_model,
+        base_revision=revision if base_model else None,
         target_name=target_name,
         target_line=described + (f", revision {revision}" if revision else ""),
         default_summary=f"A drafter that speeds up `generate()` of {target_name}; the target decides every token.",
         millions=f"{about['parameters']['all'] / 1e6:.1f}",
         megabytes=f"{about['num_bytes'] / 1e6:.1f}",
         table=markdown_table,
+        cell=table_cell,
     )
     return ModelCard(re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n")
 
@@ -175,8 +211,13 @@ def tidy_template(text: str) -> str:
 
 def markdown_table(table: dict[str, Any]) -> str:
     columns = [str(one) for one in table["columns"]]
-    lines = [columns, ["---"] * len(columns), *[[str(cell) for cell in row] for row in table["rows"]]]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    lines = [columns, ["---"] * len(columns), *table["rows"]]
+    return "\n".join("| " + " | ".join(table_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def table_cell(value: Any) -> str:
+    """A value inside one cell: neither its bars nor its line ends may end the cell."""
+    return " ".join(str(value).split()).replace("|", "\\|")
 
 
 def push_to_hub(
@@ -191,12 +232,12 @@ def push_to_hub(
     revision: str | None = None,
     create_pr: bool = False,
     max_shard_size: int | str = "5GB",
-    tags: list[str] | None = None,
+    tags: str | list[str] | None = None,
 ) -> str:
     """Uploads the drafter, its hashes and its card; reached as `drafter.push_to_hub(...)`.
 
-    A card that the repository already has stays as it is unless `facts` are given. Shards of an earlier upload that
-    this one does not replace are removed. Further arguments as in [`PreTrainedModel.push_to_hub`].
+    A card that the repository already has stays as it is unless `facts` are given. Shards and limits of drafts of an
+    earlier upload that this one does not replace are removed. Further arguments as in [`PreTrainedModel.push_to_hub`].
 
     Returns:
         address of the commit.
@@ -211,7 +252,7 @@ def push_to_hub(
         drafter.save_pretrained(folder, max_shard_size=max_shard_size)
         if facts is not None or not has_card:
             card_facts = facts or CardFacts()
-            card_facts = dataclasses.replace(card_facts, tags=[*card_facts.tags, *(tags or [])])
+            card_facts = dataclasses.replace(card_facts, tags=[*card_facts.tags, *as_list(tags, "tags")])
             model_card(drafter, card_facts, repo_id).save(Path(folder) / "README.md")
         commit = api.upload_folder(
             repo_id=repo_id,
@@ -220,7 +261,7 @@ def push_to_hub(
             commit_description=commit_description,
             revision=revision,
             create_pr=create_pr,
-            delete_patterns=["model*.safetensors", "model.safetensors.index.json"],
+            delete_patterns=["model*.safetensors", SAFE_WEIGHTS_INDEX_NAME, GENERATION_CONFIG_NAME],
         )
     return str(commit.commit_url)
 
@@ -250,9 +291,9 @@ def write_training_card(
     facts = CardFacts(
         title=model_name,
         license=license,
-        language=as_list(language),
-        tags=as_list(tags),
-        datasets=as_list(dataset),
+        language=as_list(language, "language"),
+        tags=as_list(tags, "tags"),
+        datasets=as_list(dataset, "dataset"),
         target={"id": hub_id(named)},
         training={"recipe": f"Recipe `{args.recipe}` of `DrafterTrainer`: {steps}."},
         acceptance=held_out_acceptance(trainer.state.log_history),
@@ -261,10 +302,13 @@ def write_training_card(
     model_card(drafter, facts, trainer.hub_model_id).save(path)
 
 
-def as_list(value: str | list[str] | None) -> list[str]:
-    if value is None:
-        return []
-    return [value] if isinstance(value, str) else list(value)
+def as_list(value: Any, name: str) -> list[Any]:
+    """A list of texts that may be given as one text or be missing."""
+    if value is None or isinstance(value, str):
+        return [] if value is None else [value]
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"`{name}` must be a list of texts, got {value!r}.")
+    return list(value)
 
 
 def held_out_acceptance(history: list[dict[str, float]]) -> dict[str, Any]:

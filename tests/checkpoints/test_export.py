@@ -12,7 +12,17 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from tests.checkpoints.foreign import DFLARE, DFLASH, LENGTH_HEAD, SERVING_HEAD, SPECULATORS_HEAD
+from tests.checkpoints.foreign import (
+    DFLARE,
+    DFLASH,
+    LENGTH_HEAD,
+    SERVING,
+    SERVING_HEAD,
+    SPECULATORS_HEAD,
+    TARGETS_OWN,
+    values,
+    write,
+)
 from tests.conftest import build_drafter
 from xpress_hf import XPressDrafter, cli
 from xpress_hf.checkpoints.export import LAYOUTS_OUT, export
@@ -195,6 +205,24 @@ def test_what_the_drafter_computes_survives_the_zlab_layout(tmp_path, overrides)
         assert getattr(loaded, name) == getattr(drafter.config, name), name
 
 
+@pytest.mark.parametrize("direction", ["causal", "bidirectional"])
+def test_the_direction_is_written_where_readers_look(tmp_path, direction):
+    """JetSpec reads `causal_head`, servers read `is_causal`; neither is written where it is the default."""
+    export(build_drafter(**BARE, block_attention=direction), tmp_path / "out", "zlab")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    expected = True if direction == "causal" else None
+    assert (config.get("is_causal"), config["dflash_config"].get("causal_head")) == (expected, expected)
+
+
+def test_our_own_layout_is_written_with_hashes(tmp_path):
+    write(tmp_path / "drafter", SERVING, values({**DFLASH, **SERVING_HEAD}))
+    export(tmp_path / "drafter", tmp_path / "out", "own")
+    hashes = json.loads((tmp_path / "out" / "tensor_hashes.json").read_text())["tensors"]
+    assert hashes.keys() == load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert all(len(value) == 64 for value in hashes.values())
+    assert open_checkpoint(tmp_path / "out").hashes is not None
+
+
 @pytest.mark.parametrize(
     ("overrides", "layout", "words"),
     [
@@ -263,6 +291,20 @@ def test_shards(tmp_path):
     )
 
 
+@pytest.mark.parametrize("size", ["much", "0", 0, "-1GB", "1.5GB"])
+def test_a_size_of_shards_that_is_none(tmp_path, size):
+    with pytest.raises(ValueError, match=f"`max_shard_size` must be.*{size}"):
+        export(build_drafter(**BARE), tmp_path / "out", "zlab", max_shard_size=size)
+
+
+def test_the_working_folder_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match="working folder"):
+        export(build_drafter(**BARE), ".", "zlab")
+    export(build_drafter(**BARE), "out", "zlab")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(OSError, match="not empty"):
@@ -292,7 +334,19 @@ def test_the_command(tmp_path):
     outcome = CliRunner().invoke(cli.app, arguments)
     assert isinstance(outcome.exception, ValueError)
     assert "--drop-refiner" in str(outcome.exception)
-    outcome = CliRunner().invoke(cli.app, [*arguments, "--drop-refiner"])
+    outcome = CliRunner().invoke(cli.app, [*arguments, "--drop-refiner", "--max-shard-size", "20000"])
     assert outcome.exit_code == 0, outcome.output
     assert "not written: the refiner" in outcome.output
     assert XPressDrafter.from_pretrained(tmp_path / "out").refiner is None
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+
+
+def test_the_command_says_what_was_left_aside(tmp_path):
+    shapes = {**DFLASH, **SERVING_HEAD, **TARGETS_OWN}
+    write(tmp_path / "drafter", {**SERVING, "block_size": 16}, values(shapes))
+    outcome = CliRunner().invoke(
+        cli.app, ["convert", str(tmp_path / "drafter"), str(tmp_path / "out"), "--to", "serving"]
+    )
+    text = " ".join(outcome.output.split())
+    assert "note: `block_size` is 16 in the config; the mixer was trained for 8 slots." in text
+    assert "ignored ['embed_tokens.weight', 'lm_head.weight']" in text

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.checkpoints.foreign import DEEPSPEC, DFLASH, TARGETS_OWN, ZLAB, values, write
-from tests.conftest import build_drafter, build_target
+from tests.conftest import build_drafter, build_target, prompt
 from xpress_hf import cli
 
 
@@ -64,6 +64,18 @@ def test_which_targets_fit(folder, tmp_path):
     found = " ".join(json.loads(output)["misfits"])
     for words in ("hidden_size` is 48", "needs 32", "num_hidden_layers` is 2", "vocab_size` is 60", "63"):
         assert words in found
+
+
+def test_a_drafter_that_is_narrower_than_the_target(tmp_path):
+    """Its projection fits the taps, but the borrowed embedding does not fit the drafter: generate() refuses, too."""
+    drafter, target = build_drafter(target_hidden_size=48, refiner=None), build_target(hidden_size=48)
+    drafter.save_pretrained(tmp_path / "drafter")
+    target.save_pretrained(tmp_path / "target")
+    code, output = inspect(str(tmp_path / "drafter"), "--target", str(tmp_path / "target"), "--json")
+    assert code == 1
+    assert json.loads(output)["misfits"] == ["its embedding is 48 wide, the drafter needs 32"]
+    with pytest.raises(ValueError, match=r"`hidden_size`.*32.*48"):
+        target.generate(prompt(), assistant_model=drafter, max_new_tokens=4)
 
 
 def test_our_own_layout(tmp_path):

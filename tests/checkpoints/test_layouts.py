@@ -140,17 +140,58 @@ WRONG = {
     "z-lab: one tap too few (E12)": (
         inner(ZLAB, target_layer_ids=[0]),
         DFLASH,
-        ["fusion.fc.weight", "[32, 64]", "[32, 32]"],
+        ["['fc.weight: [32, 64], expected [32, 32]']"],
+    ),
+    "z-lab: two rope bases (E9)": (
+        {**ZLAB, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        DFLASH,
+        ["rope_theta", "10000.0", "500000.0"],
+    ),
+    "z-lab: a dtype that nothing is computed in": (
+        {**ZLAB, "dtype": "float8_e4m3fn"},
+        DFLASH,
+        ["`dtype`", "float8_e4m3fn", "bfloat16"],
+    ),
+    "z-lab: two slot layouts (E6)": (
+        inner({**ZLAB, "sample_from_anchor": False}, shift_label=True),
+        DFLASH,
+        ["sample_from_anchor", "shift_label"],
+    ),
+    "z-lab: no first sliding layer": (
+        {**without(ZLAB, "layer_types"), "use_sliding_window": True, "sliding_window": 16, "max_window_layers": None},
+        DFLASH,
+        ["max_window_layers", "None"],
     ),
     "z-lab: no rope base (E9)": (without(ZLAB, "rope_theta"), DFLASH, ["rope_theta"]),
+    "z-lab: an endless rope base (E9)": ({**ZLAB, "rope_theta": float("inf")}, DFLASH, ["rope_theta", "inf"]),
+    "z-lab: a rope factor that is a text": (
+        {**ZLAB, "rope_scaling": {"type": "linear", "factor": "2"}},
+        DFLASH,
+        ["rope_parameters.factor", "'2'"],
+    ),
+    "z-lab: a rope factor of zero": (
+        {**ZLAB, "rope_scaling": {"type": "yarn", "factor": 0}},
+        DFLASH,
+        ["rope_parameters.factor", "0"],
+    ),
+    "z-lab: rope factors of another head": (
+        {**ZLAB, "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 8}},
+        DFLASH,
+        ["rope_parameters.long_factor", "4 numbers"],
+    ),
     "SpecForge: no projection (E17)": (
         WITHOUT_CODE,
         without(DFLASH, "fc.weight"),
-        ["missing_keys", "fusion.fc.weight"],
+        ["missing_keys: ['fc.weight']"],
     ),
     "SpecForge: a stray tensor (E17)": (WITHOUT_CODE, {**DFLASH, "gate.weight": (2,)}, ["unexpected", "gate.weight"]),
     "serving: folded mixer": ({**SERVING, "xpress_mixer_format": "folded"}, XPRESS_KEYS, ["xpress_mixer_format"]),
     "serving: shift layout": ({**SERVING, "sample_from_anchor": True}, XPRESS_KEYS, ["sample_from_anchor"]),
+    "serving: shift layout by its nested field": (
+        inner(without(SERVING, "sample_from_anchor"), sample_from_anchor=True),
+        XPRESS_KEYS,
+        ["sample_from_anchor", "serving layout"],
+    ),
     "serving: no mixer": (SERVING, without(XPRESS_KEYS, "xpress_head.mix.L"), ["incomplete", "mix.L"]),
     "serving: research head": (
         SERVING,
@@ -161,6 +202,21 @@ WRONG = {
         without(SPECULATORS, "aux_hidden_state_layer_ids"),
         DFLASH,
         ["aux_hidden_state_layer_ids", "guessed"],
+    ),
+    "speculators: no layers": (
+        without(SPECULATORS, "transformer_layer_config"),
+        DFLASH,
+        ["transformer_layer_config", "missing"],
+    ),
+    "speculators: a verifier that is a text": (
+        {**SPECULATORS, "speculators_config": {"verifier": "maker/target"}},
+        DFLASH,
+        ["verifier", "maker/target", "dict"],
+    ),
+    "speculators: another algorithm (I8)": (
+        {**SPECULATORS, "speculators_model_type": "mtp", "dflash_config": ZLAB["dflash_config"]},
+        DFLASH,
+        ["No known drafter layout", "mtp"],
     ),
     "speculators: taps the embedding": (
         {**SPECULATORS, "aux_hidden_state_layer_ids": [0, 2]},
@@ -187,6 +243,15 @@ WRONG = {
         {**DFLASH, **LENGTH_HEAD, "prob_head.0.weight": (2, 2)},
         ["other heads", "prob_head"],
     ),
+    "AdaFlash: a layer of the short-named head in another shape": (
+        ADAFLASH,
+        {
+            **DFLASH,
+            **{key.replace("_two_model", ""): v for key, v in LENGTH_HEAD.items()},
+            "thresh_head.out.bias": (2,),
+        },
+        ["thresh_head.out.bias: [2], expected [1]"],
+    ),
     "AdaFlash: head without tensors": (ADAFLASH, DFLASH, ["length head is incomplete"]),
     "DFlare: no context projections": (
         ZLAB,
@@ -205,7 +270,13 @@ WRONG = {
     ),
     "DeepSpec: taps the embedding": ({**DEEPSPEC, "target_layer_ids": [-1, 1]}, DFLASH, ["target_layer_ids", "-1"]),
     "native: a layer too many": ({**MUSE, "num_hidden_layers": 3}, NATIVE, ["num_hidden_layers", "3", "2"]),
-    "JetSpec: two directions in one field": (inner(JETSPEC, block_size=4), DFLASH, ["block_size", "4", "8"]),
+    "native: no projection (I7)": (
+        MUSE,
+        without(NATIVE, "encoder.fc.weight"),
+        ["missing_keys: ['encoder.fc.weight']"],
+    ),
+    "JetSpec: two block sizes": (inner(JETSPEC, block_size=4), DFLASH, ["block_size", "4", "8"]),
+    "JetSpec: a direction that is a text": (inner(JETSPEC, causal_head="yes"), DFLASH, ["causal_head", "'yes'"]),
     "variable prefix: mask outside (E11)": (inner(VARIABLE_PREFIX, mask_token_id=64), DFLASH, ["mask_token_id", "64"]),
     "prefix: the same tensor twice": (ZLAB, {**DFLASH, "model.norm.weight": (32,)}, ["norm.weight", "twice"]),
 }
@@ -228,9 +299,11 @@ REFUSED = {
     "DFlash2": (ZLAB, {"layers.0.attention_conv.base_kernel": (2, 2, 32)}),
     "DFlash2 by config": ({**ZLAB, "architectures": ["DFlash2DraftModel"]}, {}),
     "Domino": (ZLAB, {"prefix_gru.weight_ih_l0": (96, 32)}),
+    "Domino, speculators": ({**SPECULATORS, "speculators_model_type": "domino"}, {}),
     "Domino by config": (inner(ZLAB, projector_type="domino"), {}),
     "EAGLE": ({**ZLAB, "architectures": ["LlamaForCausalLMEagle3"]}, {"midlayer.mlp.up_proj.weight": (64, 32)}),
     "EAGLE, speculators": ({**SPECULATORS, "speculators_model_type": "eagle3"}, {}),
+    "EAGLE, parallel": ({**SPECULATORS, "speculators_model_type": "peagle"}, {}),
     "reduced vocabulary": (ZLAB, {"d2t": (16,), "t2d": (64,)}),
     "quantised": ({**ZLAB, "quantization_config": {"quant_method": "fp8"}}, {}),
     "quantised by tensors": (ZLAB, {"layers.0.mlp.up_proj.weight_scale": (64,)}),
@@ -269,7 +342,7 @@ def test_fields_that_change_the_drafter_are_not_dropped(tmp_path, field, value, 
 def test_weights_stored_as_integers(tmp_path):
     tensors = values(DFLASH)
     tensors["fc.weight"] = tensors["fc.weight"].to(torch.int8)
-    with pytest.raises(ValueError, match=r"quantised.*fusion\.fc\.weight.*I8"):
+    with pytest.raises(ValueError, match=r"quantised.*'fc\.weight'.*I8"):
         XPressDrafter.from_pretrained(write(tmp_path, ZLAB, tensors))
 
 
@@ -309,12 +382,60 @@ def test_direction_of_sliding_layers_in_speculators(tmp_path, non_causal, expect
     assert drafter.config.block_attention == expected
 
 
-def test_sample_from_anchor(tmp_path):
-    """E6: the slot convention is the file's."""
-    write(tmp_path, {**SPECULATORS, "sample_from_anchor": True}, values(DFLASH))
-    config = XPressDrafter.from_pretrained(tmp_path).config
-    assert config.slot_layout == "shift"
-    assert config.num_draft_tokens == 8
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({**SPECULATORS, "sample_from_anchor": True}, 8),
+        ({**ZLAB, "sample_from_anchor": True}, 8),
+        (inner(ZLAB, sample_from_anchor=True), 8),
+        (inner(ZLAB, shift_label=True), 8),
+        (inner(ZLAB, sample_from_anchor=False), 7),
+        ({**DEEPSPEC, "sample_from_anchor": False}, 7),
+    ],
+    ids=["speculators", "z-lab", "z-lab nested", "SpecForge", "z-lab, off", "DeepSpec, off"],
+)
+def test_sample_from_anchor(tmp_path, config, expected):
+    """E6: the slot convention is the file's, in every layout."""
+    found = XPressDrafter.from_pretrained(write(tmp_path, config, values(DFLASH))).config
+    assert found.num_draft_tokens == expected
+    assert found.slot_layout == ("shift" if expected == 8 else "fill")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_window_layers": 1}, ["bidirectional", "causal"]),
+        ({"max_window_layers": 0}, ["causal", "causal"]),
+        ({}, "bidirectional"),  # Qwen3's default of 28 leaves two layers full
+    ],
+)
+def test_sliding_layers_without_a_list(tmp_path, fields, expected):
+    """`use_sliding_window` and `max_window_layers` say what `layer_types` would, the direction included."""
+    base = without(ZLAB, "layer_types", "max_window_layers")
+    config = {**base, "use_sliding_window": True, "sliding_window": 16, **fields}
+    found = XPressDrafter.from_pretrained(write(tmp_path, config, values(DFLASH))).config
+    assert found.block_attention == expected
+    windows = ["sliding_attention" if one == "causal" else "full_attention" for one in found.block_attention_per_layer]
+    assert found.layer_types == windows
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"dtype": "torch.bfloat16"}, torch.bfloat16),
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({}, torch.float32),  # as stored
+    ],
+)
+def test_spellings_of_the_dtype(tmp_path, fields, expected):
+    write(tmp_path, {**without(ZLAB, "dtype"), **fields}, values(DFLASH))
+    assert XPressDrafter.from_pretrained(tmp_path).dtype == expected
+
+
+def test_the_dtype_of_a_speculators_file_is_not_that_of_its_target(tmp_path):
+    nested = {**SPECULATORS["transformer_layer_config"], "dtype": "bfloat16"}
+    write(tmp_path, {**SPECULATORS, "dtype": "float32", "transformer_layer_config": nested}, values(DFLASH))
+    assert XPressDrafter.from_pretrained(tmp_path).dtype == torch.float32
 
 
 @pytest.mark.parametrize("form", ["old", "new", "scaled", "by type", "axes"])

@@ -35,7 +35,7 @@ def fails(folder, words: str) -> None:
         XPressDrafter.from_pretrained(folder)
     before = sorted(path.name for path in folder.parent.iterdir())
     with pytest.raises((ValueError, OSError), match=words):
-        export(folder, folder.parent / "out", "zlab")
+        export(folder, folder.parent / "new" / "out", "zlab")
     assert sorted(path.name for path in folder.parent.iterdir()) == before
 
 
@@ -158,6 +158,18 @@ def test_no_code_of_a_checkpoint_runs(folder, tmp_path):
     shutil.copy(folder / "dflash.py", tmp_path / "own")
     XPressDrafter.from_pretrained(tmp_path / "own")
     assert not trace.exists()
+
+
+def test_a_file_in_place_of_its_folder(folder):
+    with pytest.raises(OSError, match=r"model\.safetensors' is a file; give the folder"):
+        XPressDrafter.from_pretrained(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("options", [{}, {"local_files_only": True}])
+def test_a_repository_that_is_not_in_the_cache(options):
+    """Offline, nobody can say that a repository lacks a file."""
+    with pytest.raises(OSError, match=r"config\.json \(offline: only the cache was searched\)"):
+        XPressDrafter.from_pretrained("nobody/nothing", **options)
 
 
 def test_only_safetensors_are_read(folder):

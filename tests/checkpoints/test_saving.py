@@ -80,6 +80,9 @@ def test_the_generation_config_travels_with_the_drafter(tmp_path):
     assert loaded.generation_config.num_assistant_tokens == 3
     build_target().generate(prompt(), assistant_model=loaded, max_new_tokens=20, do_sample=False)
     assert max(loaded.last_acceptance.verified) == 3
+    drafter.generation_config.num_assistant_tokens = None
+    drafter.save_pretrained(tmp_path)
+    assert XPressDrafter.from_pretrained(tmp_path).generation_config.num_assistant_tokens is None
 
 
 def test_the_older_name_of_dtype(tmp_path, golden):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tests.checkpoints.foreign import DFLASH, SERVING_HEAD, ZLAB, values
 from tests.conftest import build_config
 from xpress_hf import XPressDrafter
+from xpress_hf.checkpoints.loading import open_checkpoint
 
 
 def training_file(folder: Path, **changes) -> dict:
@@ -87,10 +88,25 @@ def test_files_of_other_models(tmp_path, changes, word):
         XPressDrafter.from_pretrained(tmp_path, allow_pickle=True)
 
 
-def test_a_truncated_pickle(tmp_path):
+def test_a_file_of_an_old_torch(tmp_path):
+    content = training_file(tmp_path)
+    torch.save(content, tmp_path / "refiner_cotrain.pt", _use_new_zipfile_serialization=False)
+    drafter = XPressDrafter.from_pretrained(tmp_path, allow_pickle=True)
+    assert torch.equal(drafter.refiner.mixer, content["refiner_state_dict"]["mix.L"])
+
+
+def test_the_layout_is_named(tmp_path):
+    training_file(tmp_path)
+    checkpoint = open_checkpoint(tmp_path, allow_pickle=True)
+    assert checkpoint.layout == "xPress training file"
+    assert "refiner_cotrain.pt" in checkpoint.reason
+
+
+@pytest.mark.parametrize("content", [3000, b"", b"no pickle at all", b"PK\x03\x04"])
+def test_a_damaged_pickle(tmp_path, content):
     training_file(tmp_path)
     path = tmp_path / "refiner_cotrain.pt"
-    path.write_bytes(path.read_bytes()[:3000])
+    path.write_bytes(path.read_bytes()[:content] if isinstance(content, int) else content)
     with pytest.raises(OSError, match="no complete training file"):
         XPressDrafter.from_pretrained(tmp_path, allow_pickle=True)
 

@@ -99,6 +99,7 @@ def export(
     """
     if to not in LAYOUTS_OUT:
         raise ValueError(f"`to` must be one of {sorted(LAYOUTS_OUT)}, got {to!r}.")
+    longest = shard_size(max_shard_size)
     checkpoint = as_checkpoint(source)
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     # A loaded drafter may carry adapters, which have to be merged first.
@@ -115,10 +116,22 @@ def export(
     with complete_folder(Path(folder)) as unfinished:
         text = json.dumps(values, indent=2, sort_keys=True)
         (unfinished / "config.json").write_text(text + "\n", encoding="utf-8")
-        write_shards(tensors, unfinished, convert_file_size_to_int(max_shard_size))
+        write_shards(tensors, unfinished, longest)
         if to == "own":
             write_hashes(unfinished)
     return lost
+
+
+def shard_size(size: int | str) -> int:
+    """Bytes of a size given as a number or like "2GB"."""
+    text = str(size)
+    try:
+        length = int(text) if text.isdecimal() else convert_file_size_to_int(text)
+    except ValueError:
+        length = 0
+    if length <= 0:
+        raise ValueError(f"`max_shard_size` must be a number of bytes > 0 or like '2GB', got {size!r}.")
+    return length
 
 
 def as_checkpoint(source: Any) -> Checkpoint:

@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from ..rotary import is_positive
+
 Config = dict[str, Any]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -138,7 +140,9 @@ def layer_types(config: Config, sizes: Config) -> list[str] | None:
         return config["layer_types"]
     if not flag(config.get("use_sliding_window"), "use_sliding_window") or config.get("sliding_window") is None:
         return None
-    first = config.get("max_window_layers", 0)
+    first = config.get("max_window_layers", 28)  # the default of Qwen3's config
+    if not isinstance(first, int):
+        raise ValueError(f"`max_window_layers` must be an integer, got {first!r}.")
     count = sizes.get("num_hidden_layers", 0)
     return ["sliding_attention" if index >= first else "full_attention" for index in range(count)]
 
@@ -148,7 +152,7 @@ def rope_parameters(source: Source, config: Config) -> Config:
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(given, dict):
         raise ValueError(f"`rope_parameters` must be a dict, got {given!r}.")
-    parameters = dict(given)
+    parameters = {key: value for key, value in given.items() if value is not None}
     if parameters and all(isinstance(value, dict) for value in parameters.values()):
         distinct = list(parameters.values())
         if any(value != distinct[0] for value in distinct):
@@ -164,16 +168,21 @@ def rope_parameters(source: Source, config: Config) -> Config:
     kind = parameters.pop("type", "default")
     parameters.setdefault("rope_type", kind)
     theta = parameters.get("rope_theta", config.get("rope_theta"))
-    if not isinstance(theta, int | float) or theta <= 0:
+    if config.get("rope_theta") not in (None, theta):
         raise ValueError(
-            "`rope_theta` is missing or no positive number, at the top level and in `rope_parameters`; add it to "
+            f"`rope_theta` is {config['rope_theta']!r} at the top level and {theta!r} in the rotary parameters; keep "
+            "the right one."
+        )
+    if not is_positive(theta):
+        raise ValueError(
+            f"`rope_theta` must be a number > 0, at the top level or in `rope_parameters`, got {theta!r}; add it to "
             "config.json."
         )
     parameters["rope_theta"] = float(theta)
     return parameters
 
 
-def block_attention(source: Source) -> str | list[str]:
+def block_attention(source: Source, types: list[str] | None) -> str | list[str]:
     """Direction inside the block: JetSpec's `causal_head`, then `is_causal`, then `dflash_config.causal`, then by
     layer: sliding layers are causal, full ones bidirectional, the rule that serving engines and the trainers of these
     files share (facts/dflash 1.7)."""
@@ -182,7 +191,7 @@ def block_attention(source: Source) -> str | list[str]:
     for place, name in places:
         if (causal := flag(place.get(name), name)) is not None:
             return "causal" if causal else "bidirectional"
-    return by_layer_type(source.config.get("layer_types"))
+    return by_layer_type(types)
 
 
 def by_layer_type(types: list[str] | None) -> str | list[str]:
@@ -191,7 +200,15 @@ def by_layer_type(types: list[str] | None) -> str | list[str]:
     return ["causal" if kind == "sliding_attention" else "bidirectional" for kind in types]
 
 
-def zlab_fields(source: Source) -> Config:
+def slot_layout(source: Source, default: str = "fill") -> str:
+    """Whether slots predict their own place or the next one, by either of the switches that say so."""
+    shifts = [flag(either(source, name), name) for name in ("sample_from_anchor", "shift_label")]
+    if True in shifts and False in shifts:
+        raise ValueError("`sample_from_anchor` and `shift_label` must agree, got {} and {}.".format(*shifts))
+    return "shift" if True in shifts else "fill" if False in shifts else default
+
+
+def zlab_fields(source: Source, default_slot_layout: str = "fill") -> Config:
     """z-lab DFlash and what descends from it: Qwen3 fields, `dflash_config`, `block_size` in either place."""
     found = layer_fields(source, source.config)
     check_supported(source.nested("dflash_config"))
@@ -203,7 +220,8 @@ def zlab_fields(source: Source) -> Config:
             found["target"] = {"embedding_scale": value}
         elif value is not None:
             found[key] = value
-    found["block_attention"] = block_attention(source)
+    found["slot_layout"] = slot_layout(source, default_slot_layout)
+    found["block_attention"] = block_attention(source, found.get("layer_types"))
     found["fusion"] = "layerwise" if "layer_fusion_weights" in source.shapes else "concat"
     if either(source, "training_mode") == "vp_drafter":
         # Blocks are trained with at least two visible tokens (facts/trees A2).
@@ -212,8 +230,8 @@ def zlab_fields(source: Source) -> Config:
 
 
 def deepspec_fields(source: Source) -> Config:
-    """DeepSpec's DFlash: DFlash tensors, keys at the top level, every slot predicts the token behind it."""
-    return {**zlab_fields(source), "slot_layout": "shift"}
+    """DeepSpec's DFlash: keys at the top level; every slot predicts the token behind it unless the file denies it."""
+    return zlab_fields(source, "shift")
 
 
 def native_fields(source: Source) -> Config:
@@ -244,13 +262,18 @@ def adaflash_fields(source: Source) -> Config:
     return {**zlab_fields(source), "length_head": {"width": source.shapes[key][0]}}
 
 
-def refiner_fields(source: Source, mixer: str, gate: str, table: str, sweeps: Any) -> Config:
-    """Rank, width, block and vocabulary of a refiner from the tensors of these names."""
+def refiner_fields(source: Source, mixer: str, gate: str, table: str, sweeps: Any, stated_block: Any) -> Config:
+    """Rank, width, block and vocabulary of a refiner from the tensors of these names; a note where the config states
+    another block."""
     if missing := [key for key in (mixer, gate, table) if len(source.shapes.get(key, ())) < 2]:
         raise ValueError(f"The xPress head is incomplete; missing keys: {missing}.")
     if len(source.shapes[mixer]) != 3:
         raise ValueError(f"`{mixer}` must have shape [rank, block, block], got {list(source.shapes[mixer])}.")
     rank, block_size, _ = source.shapes[mixer]
+    if stated_block not in (None, block_size):
+        source.notes.append(
+            f"`block_size` is {stated_block} in the config; the mixer was trained for {block_size} slots."
+        )
     return {
         "block_size": block_size,
         "vocab_size": source.shapes[table][0],
@@ -265,22 +288,20 @@ def refiner_fields(source: Source, mixer: str, gate: str, table: str, sweeps: An
 def serving_fields(source: Source) -> Config:
     """Published xPress layout, and the training file once its two state dicts are joined under these names."""
     config = source.config
-    if flag(config.get("sample_from_anchor"), "sample_from_anchor"):
-        raise ValueError("`sample_from_anchor` is true: the serving layout of xPress exists for the fill layout only.")
+    if slot_layout(source) == "shift":
+        raise ValueError(
+            "`sample_from_anchor` or `shift_label` is true: the serving layout of xPress is for the fill layout only."
+        )
     if config.get("xpress_mixer_format", "raw") != "raw":
         raise ValueError(
             f"`xpress_mixer_format` is {config['xpress_mixer_format']!r}; only the raw mixer can be loaded, since a "
             "folded one would be folded twice."
         )
     names = ("xpress_head.mix.L", "xpress_head.mlp.gate_proj.weight", "xpress_head.w1.weight")
-    refiner = refiner_fields(source, *names, config.get("xpress_num_passes"))
-    trained = refiner["block_size"]
-    stated = either(source, "block_size")
-    if stated not in (None, trained):
-        source.notes.append(f"`block_size` is {stated} in the config; the mixer was trained for {trained} slots.")
-    without_block = {**config, "block_size": trained}
-    inner = {**source.nested("dflash_config"), "block_size": trained}
-    view = Source({**without_block, "dflash_config": inner}, source.shapes, source.tap_offset, source.notes)
+    refiner = refiner_fields(source, *names, config.get("xpress_num_passes"), either(source, "block_size"))
+    block = {"block_size": refiner["block_size"]}
+    inner = {**source.nested("dflash_config"), **block}
+    view = Source({**config, **block, "dflash_config": inner}, source.shapes, source.tap_offset, source.notes)
     return {**zlab_fields(view), **refiner}
 
 
@@ -288,7 +309,12 @@ def speculators_fields(source: Source) -> Config:
     """The layout of the speculators library: nested layer config, tap ids that count the embedding output as 0."""
     config = source.config
     check_supported(config)
-    found = layer_fields(source, source.nested("transformer_layer_config"))
+    layers = source.nested("transformer_layer_config")
+    if not layers:
+        raise ValueError("`transformer_layer_config` is missing; add it to config.json.")
+    # The nested config is often a copy of the target's, whose dtype need not be that of these weights.
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    found = layer_fields(source, layers if dtype is None else {**layers, "dtype": dtype})
     for key in ("block_size", "mask_token_id"):
         if config.get(key) is None:
             raise ValueError(f"`{key}` is missing; add it to config.json.")
@@ -301,18 +327,11 @@ def speculators_fields(source: Source) -> Config:
     types = found.get("layer_types")
     free = flag(config.get("sliding_window_non_causal"), "sliding_window_non_causal")
     found["block_attention"] = "bidirectional" if free else by_layer_type(types)
-    verifier = (source.nested("speculators_config").get("verifier") or {}).get("name_or_path")
-    if verifier:
+    if verifier := Source(source.nested("speculators_config"), {}).nested("verifier").get("name_or_path"):
         found["target"] = {"name": verifier}
     if config["speculators_model_type"] == "xpress":
         names = ("refiner_head.mix_l", "refiner_head.mlp_gate.weight", "refiner_head.token_embed.weight")
-        refiner = refiner_fields(source, *names, config.get("num_jacobi_passes"))
-        if found["block_size"] != refiner["block_size"]:
-            source.notes.append(
-                f"`block_size` is {found['block_size']} in the config; the mixer was trained for "
-                f"{refiner['block_size']} slots."
-            )
-        found.update(refiner)
+        found.update(refiner_fields(source, *names, config.get("num_jacobi_passes"), found["block_size"]))
     return found
 
 

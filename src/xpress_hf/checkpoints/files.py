@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
@@ -49,14 +51,22 @@ def find_file(source: str | os.PathLike, name: str, options: dict[str, Any]) -> 
     """Path of a file of the checkpoint, fetched from the Hub where needed; `None` when the checkpoint lacks it.
 
     Raises:
-        OSError: `source` is a path to nothing; a Hub id has at most one "/".
+        OSError: `source` is a file or a path to nothing; a Hub id has at most one "/".
     """
     text = str(source)
+    if os.path.isfile(text):
+        raise OSError(f"{text!r} is a file; give the folder of the checkpoint that it belongs to.")
     if not os.path.exists(text) and (text.startswith(("/", ".", "~")) or text.count("/") > 1):
         raise OSError(f"{text!r} does not exist; give a folder, or a Hub id such as 'owner/name'.")
     options = {key: options[key] for key in HUB_OPTIONS if options.get(key) is not None}
     path = cached_file(source, name, _raise_exceptions_for_missing_entries=False, **options)
     return None if path is None else Path(path)
+
+
+def looked_in(source: str, options: dict[str, Any]) -> str:
+    """Ending of a message about a missing file: offline, only the cache was searched."""
+    is_offline = options.get("local_files_only") or constants.HF_HUB_OFFLINE
+    return " (offline: only the cache was searched)" if is_offline and not os.path.isdir(source) else ""
 
 
 def read_json(path: Path, source: str) -> dict[str, Any]:
@@ -143,17 +153,19 @@ def open_training_file(path: Path, allow_pickle: bool) -> dict[str, StoredTensor
             "you trust the file, pass `allow_pickle=True` (it is read by an unpickler that builds tensors and plain "
             "values only)."
         )
+    is_zip = zipfile.is_zipfile(path)  # files of old versions of torch are not, and cannot be mapped
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except (RuntimeError, EOFError, KeyError, AttributeError, TypeError, pickle.UnpicklingError) as error:
         asked = re.search(r"GLOBAL (\S+)", str(error))
-        raise ValueError(
-            f"{path.name!r} holds objects other than tensors and plain values and was not loaded"
-            f"{f': it asks for {asked[1]}' if asked else ''}."
-        ) from error
-    except (RuntimeError, EOFError, KeyError, AttributeError, TypeError) as error:
-        raise OSError(f"{path.name!r} is no complete training file ({str(error).splitlines()[0]}).") from error
+        if asked or (is_zip and isinstance(error, pickle.UnpicklingError)):
+            raise ValueError(
+                f"{path.name!r} holds objects other than tensors and plain values and was not loaded"
+                f"{f': it asks for {asked[1]}' if asked else ''}."
+            ) from error
+        cause = f"{type(error).__name__} {str(error).partition(chr(10))[0]}".strip()
+        raise OSError(f"{path.name!r} is no complete training file ({cause}); fetch it again.") from error
     return join_state_dicts(content, path.name)
 
 

@@ -78,4 +78,8 @@ def misfits(config: XPressConfig, target_config: Any) -> list[str]:
         found.append(f"`vocab_size` is {text.vocab_size}, the refiner needs {needs['vocab_size']}")
     if text.vocab_size < needs["fewest_tokens"]:
         found.append(f"`vocab_size` is {text.vocab_size}, the mask token has id {config.mask_token_id}")
+    # Most targets have no such field: their embedding is as wide as their layers.
+    width = getattr(text, "word_embed_proj_dim", text.hidden_size)
+    if width != needs["embedding_size"]:
+        found.append(f"its embedding is {width} wide, the drafter needs {needs['embedding_size']}")
     return found

@@ -251,7 +251,10 @@ REFUSED: tuple[tuple[str, Recogniser, str], ...] = (
     (
         "Domino",
         first_of(
-            any_key(r"(prefix_gru|embed_proj)\."), any_architecture("Domino"), field_value("projector_type", "domino")
+            any_key(r"(prefix_gru|embed_proj)\."),
+            any_architecture("Domino"),
+            field_value("projector_type", "domino"),
+            field_value("speculators_model_type", "domino"),
         ),
         "its recurrent correction of the logits",
     ),
@@ -271,7 +274,7 @@ REFUSED: tuple[tuple[str, Recogniser, str], ...] = (
         first_of(
             any_architecture("(?i)eagle"),
             field_value("model_type", "(?i)eagle.*"),
-            field_value("speculators_model_type", "(?i)eagle.*"),
+            field_value("speculators_model_type", "(?i).*eagle.*"),
             any_key(r"midlayer\."),
         ),
         "its autoregressive draft layer, which is no block drafter",
@@ -312,12 +315,17 @@ def detect(config: Config, shapes: Shapes) -> Detection:
     for name, recognise, needed in REFUSED:
         if (reason := recognise(config, shapes)) is not None:
             raise ValueError(f"This checkpoint is {name} ({reason}); it cannot be run faithfully without {needed}.")
+    algorithm = config.get("speculators_model_type")
     for layout in LAYOUTS:
+        # A file that names an algorithm of speculators is that or nothing, whatever else it looks like.
+        if algorithm is not None and not layout.name.startswith("speculators"):
+            continue
         if (reason := layout.recognise(config, shapes)) is not None:
             return Detection(layout, reason)
     known = ", ".join(["own (model_type 'xpress')", *[layout.name for layout in LAYOUTS]])
-    kind = config.get("speculators_model_type") or config.get("model_type")
+    kind = f"model_type {config.get('model_type')!r}"
+    if algorithm is not None:
+        kind = f"speculators_model_type {algorithm!r}"
     raise ValueError(
-        f"No known drafter layout: model_type {kind!r}, architectures {config.get('architectures')}. "
-        f"Known layouts: {known}."
+        f"No known drafter layout: {kind}, architectures {config.get('architectures')}. Known layouts: {known}."
     )

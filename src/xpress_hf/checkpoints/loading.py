@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import os
 from dataclasses import dataclass, field
@@ -22,12 +23,13 @@ from .files import (
     StoredTensor,
     check_hashes,
     find_file,
+    looked_in,
     open_tensors,
     open_training_file,
     read_json,
     weight_files,
 )
-from .layouts import Detection, Layout, detect, rename, why_ignored
+from .layouts import Detection, Layout, detect, rename, rename_back, why_ignored
 from .shapes import check_shapes
 
 logger = logging.getLogger(__name__)
@@ -70,13 +72,15 @@ class Checkpoint:
         if self.hashes is not None:
             check_hashes(self.source, self.tensors, self.hashes)
 
+    def remarks(self) -> list[str]:
+        """What was noted and what was left aside, as sentences."""
+        if not self.ignored:
+            return list(self.notes)
+        reasons = sorted(set(self.ignored.values()))
+        return [*self.notes, f"ignored {sorted(self.ignored)}: {'; '.join(reasons)}."]
+
     def report(self) -> None:
-        """Logs what was left aside and what was noted."""
-        lines = list(self.notes)
-        if self.ignored:
-            reasons = sorted(set(self.ignored.values()))
-            lines.append(f"ignored {sorted(self.ignored)}: {'; '.join(reasons)}.")
-        for line in lines:
+        for line in self.remarks():
             logger.warning("%s (%s): %s", self.source, self.layout, line)
 
 
@@ -104,11 +108,14 @@ def open_checkpoint(
     """
     source, options = str(source), options or {}
     stored_config, commit = read_config(source, options, config is not None)
-    tensors = read_weights(source, options, allow_pickle)
+    tensors, is_training_file = read_weights(source, options, allow_pickle)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     kind = stored_config.get("model_type")
     is_own = kind == XPressConfig.model_type if stored_config else "backbone.norm.weight" in shapes
     detection = Detection(OWN, "`model_type` is 'xpress'") if is_own else detect(stored_config, shapes)
+    if is_training_file:
+        layout = dataclasses.replace(detection.layout, name="xPress training file")
+        detection = Detection(layout, f"its weights are the pickle {TRAINING_FILE!r}")
     facts = Source(stored_config, shapes, tap_offset, [])
     if config is None:
         config = build_config(detection.layout, facts, overrides or {})
@@ -120,8 +127,13 @@ def open_checkpoint(
     else:
         check_maps(tensors)
     ours, ignored = sort_tensors(tensors, detection.layout)
-    check_shapes(source, config, {name: tensor.shape for name, tensor in ours.items()})
-    check_dtypes(source, ours)
+    stored_names = {rename(key, detection.layout.keys): key for key in tensors}
+
+    def spell(name: str) -> str:
+        return stored_names.get(name) or rename_back(name, detection.layout.keys) or name
+
+    check_shapes(source, config, {name: tensor.shape for name, tensor in ours.items()}, spell)
+    check_dtypes(source, {spell(name): tensor for name, tensor in ours.items()})
     config._name_or_path = source
     if commit is not None:
         config._commit_hash = commit
@@ -136,20 +148,23 @@ def read_config(source: str, options: dict[str, Any], is_optional: bool) -> tupl
     if path is None and is_optional:
         return {}, None
     if path is None:
-        raise OSError(f"{source!r} has no config.json; give a folder or Hub id that holds a drafter.")
+        raise OSError(
+            f"{source!r} has no config.json{looked_in(source, options)}; give a folder or Hub id that holds a drafter."
+        )
     return read_json(path, source), extract_commit_hash(str(path), None)
 
 
-def read_weights(source: str, options: dict[str, Any], allow_pickle: bool) -> dict[str, StoredTensor]:
-    """Tensors of the safetensors files, else of an xPress training file."""
+def read_weights(source: str, options: dict[str, Any], allow_pickle: bool) -> tuple[dict[str, StoredTensor], bool]:
+    """Tensors of the safetensors files, else of an xPress training file; whether it was the latter."""
     if files := weight_files(source, options):
-        return open_tensors(files)
+        return open_tensors(files), False
     path = find_file(source, TRAINING_FILE, options)
     if path is None:
         raise OSError(
-            f"{source!r} has neither model.safetensors nor model.safetensors.index.json; only those are read."
+            f"{source!r} has neither model.safetensors nor model.safetensors.index.json"
+            f"{looked_in(source, options)}; only those are read."
         )
-    return open_training_file(path, allow_pickle)
+    return open_training_file(path, allow_pickle), True
 
 
 def check_own_index(source: str, options: dict[str, Any]) -> None:

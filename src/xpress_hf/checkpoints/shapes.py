@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from ..configuration import XPressConfig
 from .fields import Shapes
@@ -73,8 +74,10 @@ def length_head_shapes(config: XPressConfig) -> Shapes:
     }
 
 
-def check_shapes(source: str, config: XPressConfig, found: Shapes) -> None:
-    """Compares tensors (our names) with what the config describes.
+def check_shapes(
+    source: str, config: XPressConfig, found: Shapes, spell: Callable[[str], str] = lambda name: name
+) -> None:
+    """Compares tensors (our names) with what the config describes; `spell` gives their names in the file.
 
     Raises:
         ValueError: names are missing or unexpected, or shapes differ; all are listed.
@@ -85,14 +88,14 @@ def check_shapes(source: str, config: XPressConfig, found: Shapes) -> None:
         raise ValueError(
             f"Checkpoint {source!r} does not hold the weights that its config describes: `num_hidden_layers` is "
             f"{config.num_hidden_layers}, the tensors hold {count} layers. missing_keys: "
-            f"['backbone.layers.{count}.*']."
+            f"['{spell(f'backbone.layers.{count}.*')}']."
         )
     expected = expected_shapes(config)
     problems = {
-        "missing_keys": sorted(set(expected) - set(found)),
-        "unexpected_keys": sorted(set(found) - set(expected)),
+        "missing_keys": sorted(map(spell, set(expected) - set(found))),
+        "unexpected_keys": sorted(map(spell, set(found) - set(expected))),
         "mismatched_keys": [
-            f"{key}: {list(found[key])}, expected {list(expected[key])}"
+            f"{spell(key)}: {list(found[key])}, expected {list(expected[key])}"
             for key in sorted(set(expected) & set(found))
             if found[key] != expected[key]
         ],

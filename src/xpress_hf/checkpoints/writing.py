@@ -6,7 +6,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -18,11 +18,16 @@ from .files import StoredTensor
 
 @contextmanager
 def complete_folder(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder` to write into, which takes its place at the end and vanishes after an error."""
+    """A folder beside `folder` to write into, which takes its place at the end and vanishes after an error, as do
+    parents that were made for it."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OSError(f"{str(folder)!r} exists and is not empty; give a new folder.")
-    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-    unfinished = folder.absolute().parent / f".{folder.name}-{uuid.uuid4().hex[:8]}"
+    folder = folder.absolute()
+    if folder.exists() and folder.samefile(Path.cwd()):
+        raise OSError(f"{str(folder)!r} is the working folder and cannot be replaced; give a new folder.")
+    made = [parent for parent in folder.parents if not parent.exists()]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.parent / f".{folder.name}-{uuid.uuid4().hex[:8]}"
     unfinished.mkdir()
     try:
         yield unfinished
@@ -31,6 +36,9 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         unfinished.replace(folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
+        with suppress(OSError):  # another program may have put something there
+            for parent in made:
+                parent.rmdir()
         raise
 
 

@@ -120,11 +120,13 @@ def convert(
     tap_offset: TapOffset = None,
     allow_pickle: AllowPickle = False,
 ) -> None:
-    """Writes a drafter in the layout of another project; says what that layout cannot hold."""
+    """Writes a drafter in the layout of another project; says what was left aside and what that layout cannot hold."""
     opened = open_source(checkpoint, revision, tap_offset, allow_pickle)
     lost = export(opened, output, to, drop_refiner, drop_length_head, max_shard_size)
     console = Console()
     console.print(f"{opened.layout} -> {to}: {output}", highlight=False, markup=False)
+    for line in opened.remarks():
+        console.print(f"note: {line}", highlight=False, markup=False)
     for line in lost:
         console.print(f"not written: {line}", highlight=False, markup=False)
 

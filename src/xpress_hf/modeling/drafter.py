@@ -159,10 +159,13 @@ class XPressDrafter(PreTrainedModel):
         hub = {key: kwargs.pop(key) for key in PUSH_OPTIONS & set(kwargs)}
         self.config.speculation = self.speculation.to_dict() or None
         super().save_pretrained(save_directory, *args, **kwargs)
-        if self.generation_config.num_assistant_tokens is not None:
-            self.generation_config.save_pretrained(save_directory)
         if not kwargs.get("is_main_process", True):
             return
+        if self.generation_config.num_assistant_tokens is not None:
+            self.generation_config.save_pretrained(save_directory)
+        else:
+            # Limits that an earlier save left here would be read as this drafter's.
+            (Path(save_directory) / GENERATION_CONFIG_NAME).unlink(missing_ok=True)
         write_hashes(save_directory)
         if push:
             self.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
