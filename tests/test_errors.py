@@ -66,8 +66,6 @@ def test_options_that_take_no_drafter(quiet_target, options, word):
     "options",
     [
         {"streamer": TextStreamer(None)},
-        {"return_dict_in_generate": True, "output_hidden_states": True},
-        {"return_dict_in_generate": True, "output_attentions": True},
         {"cache_implementation": "static"},
     ],
     ids=lambda options: list(options)[-1],

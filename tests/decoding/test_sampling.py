@@ -13,7 +13,7 @@ from xpress_hf.decoding.verification import token_rejection
 from xpress_hf.modeling.drafter import BlockDraft
 from xpress_hf.modeling.refiner import refine_block
 
-DRAWS = 4000
+DRAWS = 40_000
 
 
 def within_three_sigma(counts: Counter, law: torch.Tensor, draws: int) -> None:
@@ -75,7 +75,7 @@ def test_token_after_a_rejection_follows_the_residual():
     torch.manual_seed(1)
     tokens, kept = cycles(p, q, LogitsProcessorList())
     rejected = Counter(tokens[~kept].tolist())
-    assert rejected.total() > 1500
+    assert rejected.total() > 15_000
     within_three_sigma(rejected, torch.tensor([0.8, 0.2, 0.0, 0.0]), rejected.total())
 
 
