@@ -28,7 +28,6 @@ import speculators.models.xpress.core as xpress
 import torch
 from safetensors.torch import load_file
 from speculators import SpeculatorModelConfig
-from speculators.losses import resolve_loss_config
 from speculators.model import SpeculatorModel
 from speculators.train.optimizers import build_optimizers
 from step_meter import StepMeter

@@ -71,8 +71,9 @@ def test_h6_a_gradient_that_is_not_finite_stops_the_run(tmp_path):
         assert torch.equal(parameter, before[name])
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("recipe", [Recipe(l1=1.0, ce=0.0), Recipe(kl=1.0, ce=0.0), Recipe(chain=1.0, ce=0.0)])
-def test_h7_losses_of_bf16_logits_are_computed_in_float32(recipe):
+def test_h7_losses_of_bf16_logits_are_computed_in_float32(recipe, autocast):
     generator = torch.Generator().manual_seed(0)
     teacher_logits = torch.randn(3, 4, 1000, generator=generator, dtype=torch.float64) * 3
     logits = (teacher_logits + 0.1 * torch.randn(3, 4, 1000, generator=generator)).to(torch.bfloat16)
@@ -80,7 +81,9 @@ def test_h7_losses_of_bf16_logits_are_computed_in_float32(recipe):
     weights = torch.ones(3, 4)
     teacher = teacher_logits.softmax(-1)
     rows = logits.clone().requires_grad_()
-    slot_loss(rows, labels, weights, teacher.float(), recipe).backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = slot_loss(rows, labels, weights, teacher.float(), recipe)
+    loss.backward()
     exact = logits.double().requires_grad_()
     law = exact.softmax(-1)
     distance = (law - teacher).abs().sum(-1)
@@ -89,6 +92,7 @@ def test_h7_losses_of_bf16_logits_are_computed_in_float32(recipe):
     value = recipe.l1 * distance.sum() + recipe.chain * (1 - kept).sum()
     value = value + recipe.kl * (teacher * (teacher.log() - law.log())).sum()
     value.backward()
+    assert loss.item() == pytest.approx(value.item(), rel=1e-4)
     error = (rows.grad.double() - exact.grad).norm() / exact.grad.norm()
     assert error < 0.01
 
