@@ -220,10 +220,9 @@ class DrafterTrainer(Trainer):
 
     def _logit_bytes(self) -> int:
         """Width of a logit: the wider of what the head and what the refiner give."""
-        head = getattr(self.target.head, "weight", None)
-        dtype = head.dtype if head is not None and head.is_floating_point() else self.target_model.dtype
-        wide = self.args.loss_vocab_size is not None  # its correction is float32
-        return 4 if wide else max(dtype.itemsize, self._compute_dtype().itemsize)
+        if self.args.loss_vocab_size is not None:  # its correction is float32
+            return 4
+        return max(self.target.head_dtype.itemsize, self._compute_dtype().itemsize)
 
     def _loss(
         self, hidden_states: torch.Tensor, blocks: Blocks, weights: torch.Tensor, teacher: torch.Tensor
