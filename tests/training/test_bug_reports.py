@@ -1,14 +1,22 @@
 """Rows of groups H and F of the bug reports that concern the trainer, by number, with the values given there.
 
-Elsewhere: H1 and H5 (test_trainer), H3, H4, H20, H27 (test_blocks, test_losses), H11 and H23 (test_trainer), H13
-(test_resume), H24 (test_data), H26 (tests/modeling/test_refiner.py), F1-F4, F6-F8 (tests/decoding).
-Not applicable: H25, drafters with a reduced vocabulary are refused.
+Elsewhere:
+    H1 test_trainer (overfit on a greedy text, every cycle full); with H5 also test_overfit (fixture T2)
+    H3 test_blocks (slots, labels), test_data (batches)             H4 test_blocks (the mask is the one of decoding)
+    H11 test_trainer (1x4, 2x2, 4x1)                                H13 test_resume
+    H17 test_launch                                                 H23 test_losses, test_memory, test_trainer
+    H24 test_chat, test_regeneration                                H26 tests/modeling/test_refiner.py, (d) test_resume
+    H27 (config keys) tests/checkpoints/test_export.py              H28 tests/decoding/test_acceptance.py
+    F1-F8 tests/decoding/test_devices_and_dtypes.py, F7 also test_lora
+Does not apply: H25, because drafters with a reduced vocabulary are refused (tests/checkpoints/test_layouts.py). There
+are no rows H2, H12 and H18.
 """
 
 import copy
 
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 
 from tests.conftest import HIDDEN, VOCAB, build_config, build_drafter, build_target, plain, prompt
 from tests.training.test_trainer import arguments, text_of
@@ -71,8 +79,9 @@ def test_h6_a_gradient_that_is_not_finite_stops_the_run(tmp_path):
         assert torch.equal(parameter, before[name])
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("recipe", [Recipe(l1=1.0, ce=0.0), Recipe(kl=1.0, ce=0.0), Recipe(chain=1.0, ce=0.0)])
-def test_h7_losses_of_bf16_logits_are_computed_in_float32(recipe):
+def test_h7_losses_of_bf16_logits_are_computed_in_float32(recipe, autocast):
     generator = torch.Generator().manual_seed(0)
     teacher_logits = torch.randn(3, 4, 1000, generator=generator, dtype=torch.float64) * 3
     logits = (teacher_logits + 0.1 * torch.randn(3, 4, 1000, generator=generator)).to(torch.bfloat16)
@@ -80,7 +89,9 @@ def test_h7_losses_of_bf16_logits_are_computed_in_float32(recipe):
     weights = torch.ones(3, 4)
     teacher = teacher_logits.softmax(-1)
     rows = logits.clone().requires_grad_()
-    slot_loss(rows, labels, weights, teacher.float(), recipe).backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = slot_loss(rows, labels, weights, teacher.float(), recipe)
+    loss.backward()
     exact = logits.double().requires_grad_()
     law = exact.softmax(-1)
     distance = (law - teacher).abs().sum(-1)
@@ -89,6 +100,7 @@ def test_h7_losses_of_bf16_logits_are_computed_in_float32(recipe):
     value = recipe.l1 * distance.sum() + recipe.chain * (1 - kept).sum()
     value = value + recipe.kl * (teacher * (teacher.log() - law.log())).sum()
     value.backward()
+    assert loss.item() == pytest.approx(value.item(), rel=1e-4)
     error = (rows.grad.double() - exact.grad).norm() / exact.grad.norm()
     assert error < 0.01
 
@@ -194,9 +206,17 @@ def test_h15_gradient_checkpointing_changes_nothing(tmp_path):
         torch.testing.assert_close(parameter, results[1][1][name], atol=1e-6, rtol=1e-6)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt-neox", "llama", "gemma2", "phi3"])
+def build_opt():
+    config = OPTConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, word_embed_proj_dim=HIDDEN, ffn_dim=64, num_hidden_layers=3,
+        num_attention_heads=4, max_position_embeddings=128,
+    )  # fmt: skip
+    return OPTForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt-neox", "llama", "gemma2", "phi3", "opt"])
 def test_h16_drafters_for_targets_of_many_families(tmp_path, family):
-    target = build_target(family)
+    target = build_opt() if family == "opt" else build_target(family)
     sizes = {"num_hidden_layers": 1, "block_size": 4, "intermediate_size": 32, "num_attention_heads": 4}
     drafter = XPressDrafter(config_for_target(target, [0, 1], VOCAB - 1, **sizes))
     trainer = DrafterTrainer(drafter, arguments(tmp_path, max_steps=2), target, train_dataset=texts(2))
@@ -216,6 +236,29 @@ def test_h19_unscored_places_are_neither_hit_nor_miss():
         weights[:, 0] = 0
     # A block that the text's end cuts after one place counts as a run of 1.
     assert accepted(drafts, labels, torch.tensor([[1, 1, 1], [1, 0, 0]])) == 3
+
+
+def test_h20_attention_backends_agree(tmp_path):
+    """Logits of a batch of texts of different lengths, where places without a block see themselves only."""
+    target, found = build_target(), []
+    for attention in ("eager", "sdpa"):
+        drafter = build_drafter(factor=2.0, sliding_window=7, layer_types=["full_attention", "sliding_attention"])
+        drafter.set_attn_implementation(attention)
+        assert drafter.backbone.layers[0].self_attn.config._attn_implementation == attention
+        trainer = DrafterTrainer(drafter, arguments(tmp_path, recipe="xpress"), target)
+        hidden = []
+        drafter.backbone.register_forward_hook(lambda module, args, output, kept=hidden: kept.append(output.detach()))
+        batch = TextCollator()([text_of(prompt(30, 1)[0], 6), text_of(prompt(12, 2)[0], 6)])
+        batch["anchors"] = torch.tensor([[6, 9, 20], [7, -1, -1]])
+        loss, gradients = loss_and_gradients(trainer, batch)
+        found.append((trainer.target.logits(hidden[0]), loss, gradients))
+    (eager, one, left), (sdpa, two, right) = found
+    assert torch.isfinite(eager).all()
+    torch.testing.assert_close(eager, sdpa, atol=1e-5, rtol=1e-5)
+    assert one == pytest.approx(two, abs=1e-5)
+    for name, gradient in left.items():
+        assert torch.isfinite(gradient).all(), name
+        torch.testing.assert_close(gradient, right[name], atol=1e-5, rtol=1e-4)
 
 
 def test_h21_the_target_stays_in_eval_mode(tmp_path):

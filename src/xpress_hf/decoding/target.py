@@ -34,6 +34,12 @@ class Target:
         return cls(model, (config.target or {}).get("embedding_scale"))
 
     @property
+    def head_dtype(self) -> torch.dtype:
+        """What the output head computes in."""
+        weight = dense_weight(self.head)
+        return self.model.dtype if weight is None else weight.dtype
+
+    @property
     def has_linear_head(self) -> bool:
         """Whether single rows of the output head can be read, as no quantised or wrapped head allows."""
         return type(self.head) is nn.Linear and self.head.weight.is_floating_point()
@@ -44,7 +50,7 @@ class Target:
         Additive position tables (GPT-2) are left out, since the drafter rotates positions itself, and so is a norm on
         the embeddings that belongs to the target's own stream (Muse).
         """
-        weight = getattr(self.embedding, "weight", None)
+        weight = dense_weight(self.embedding)
         ids = ids if weight is None else ids.to(weight.device)
         if isinstance(getattr(self.embedding, "embed_norm", None), nn.Module):
             embeds = nn.functional.embedding(ids, self.embedding.weight)
@@ -58,13 +64,10 @@ class Target:
         The target's final norm is not applied: the drafter has its own. With `token_ids` [W] only these tokens' logits
         [..., W] are computed, which takes a head that is a plain linear layer.
         """
-        weight = getattr(self.head, "weight", None)
+        weight = dense_weight(self.head)
         # 3-D slices leave the fast bf16 path of CPU kernels; contiguous 2-D rows do not.
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-        if weight is not None and weight.is_floating_point():
-            rows = rows.to(weight.device, weight.dtype)
-        else:
-            rows = rows.to(self.model.device, self.model.dtype)
+        rows = rows.to(self.model.device if weight is None else weight.device, self.head_dtype)
         if token_ids is None:
             logits = self.head(rows)
         else:
@@ -78,6 +81,13 @@ class Target:
         if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits.unflatten(0, hidden_states.shape[:-1])
+
+
+def dense_weight(module: nn.Module) -> torch.Tensor | None:
+    """The weight of a module if it is a matrix of real numbers; quantised modules pack it, wrap it in a method or have
+    none."""
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, torch.Tensor) and weight.is_floating_point() else None
 
 
 def tap_request(target_layer_ids: list[int]) -> list[int]:

@@ -87,20 +87,22 @@ class _SlotLoss(torch.autograd.Function):
             weights = weights * dpace_weights(nll, weights > 0, recipe.dpace_alpha)
         loss = recipe.ce * (weights * nll).sum()
         if recipe.kl:
-            divergence = torch.special.xlogy(teacher, teacher).sum(dim=-1) - _row_dot(teacher, probs)
+            # Term by term: entropy and cross entropy are large numbers next to their difference.
+            divergence = torch.special.xlogy(teacher, teacher).addcmul_(teacher, probs, value=-1).sum(dim=-1)
             loss = loss + recipe.kl * (weights * divergence.view(shape)).sum()
         probs.exp_()
         # d CE / d z = p - onehot, d KL / d z = p - teacher, d L1 / d z = p * (s - <p, s>) with s = sign(p - teacher).
         scale = ((recipe.ce + recipe.kl) * weights).reshape(-1, 1)
         if recipe.uses_distance:
             signs = probs - teacher
-            distance = signs.abs().sum(dim=-1).view(shape)
+            distance = torch.linalg.vector_norm(signs, ord=1, dim=-1).view(shape)
             lost, slope = _chain(distance, weights > 0)
             loss = loss + recipe.l1 * (weights * distance).sum() + recipe.chain * lost
             signs.sign_()
             slope = (recipe.l1 * weights + recipe.chain * slope).reshape(-1, 1)
             signs.sub_(_row_dot(probs, signs)[:, None]).mul_(slope).add_(scale)
             gradient = probs.mul_(signs)
+            del signs  # or the copy below would set the peak
         else:
             gradient = probs.mul_(scale)
         gradient.scatter_add_(1, columns, -recipe.ce * weights.reshape(-1, 1))
@@ -137,7 +139,9 @@ def slot_loss(
 
     logits [n, D, V], labels and weights [n, D], teacher probabilities [n, D, V] float32 -> scalar, float32.
     """
-    return _SlotLoss.apply(logits, labels, weights, teacher, recipe)
+    # Autocast would take products over V in half precision.
+    with torch.autocast(logits.device.type, enabled=False):
+        return _SlotLoss.apply(logits, labels, weights, teacher, recipe)
 
 
 def chunk_loss(
@@ -158,7 +162,10 @@ def chunk_loss(
         teacher = targets.teacher_logits(blocks).float()
         if recipe.labels == "teacher":
             labels = teacher.argmax(dim=-1)
-        teacher = (teacher + correction).softmax(dim=-1) if vocabulary else teacher.softmax(dim=-1)
+        if not recipe.uses_teacher_law:
+            teacher = None
+        else:
+            teacher = (teacher + correction).softmax(dim=-1) if vocabulary else teacher.softmax(dim=-1)
     columns = vocabulary.columns(labels) if vocabulary else labels
 
     def loss_of(logits: torch.Tensor) -> torch.Tensor:
@@ -245,16 +252,20 @@ class _ChunkRunner:
         return chunk_loss(rows, blocks=blocks, **self.arguments)
 
 
-def chunk_for_memory(limit: int, num_drafts: int, vocab_size: int, recipe: Recipe) -> int:
+def chunk_for_memory(limit: int, num_drafts: int, vocab_size: int, recipe: Recipe, logit_bytes: int = 4) -> int:
     """Blocks whose loss fits in `limit` bytes, at least 1 (docs/training.md has the arithmetic)."""
-    return max(limit // (num_drafts * vocab_size * bytes_per_logit(recipe)), 1)
+    return max(limit // (num_drafts * vocab_size * bytes_per_logit(recipe, logit_bytes)), 1)
 
 
-def bytes_per_logit(recipe: Recipe) -> int:
-    """Bytes that one logit of a chunk costs at its peak, for float32 logits: base logits, two buffers and a gradient,
-    the teacher's softmax with its source, and per refined term its logits' gradient and the sum it was cut from."""
+def bytes_per_logit(recipe: Recipe, logit_bytes: int = 4) -> int:
+    """Bytes that one logit of a chunk costs at the peak, which is the last term's.
+
+    Float32: the softmax, a second buffer, the teacher's law. In the dtype of the logits, `logit_bytes` wide: the
+    logits and, with refined terms, the base logits and a gradient for every earlier term.
+    """
     terms = int(recipe.teacher_forced > 0) + (recipe.sweeps if recipe.free_running else 0)
-    return 4 * (4 + 2 * int(recipe.uses_teacher) + 2 * int(terms > 0) + terms)
+    buffers = 2 if recipe.uses_teacher_law or logit_bytes < 4 else 1
+    return 4 * (buffers + int(recipe.uses_teacher_law)) + logit_bytes * (1 + (1 + terms if terms else 0))
 
 
 def block_loss(

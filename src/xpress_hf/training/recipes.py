@@ -82,8 +82,12 @@ class Recipe:
         return self.l1 > 0 or self.chain > 0
 
     @property
+    def uses_teacher_law(self) -> bool:
+        return self.uses_distance or self.kl > 0
+
+    @property
     def uses_teacher(self) -> bool:
-        return self.uses_distance or self.kl > 0 or self.labels == "teacher"
+        return self.uses_teacher_law or self.labels == "teacher"
 
     def base_weight(self, progress: float) -> float:
         """Weight of the base term after `progress` (0..1) of the run."""

@@ -218,6 +218,12 @@ class DrafterTrainer(Trainer):
         names = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return names.get(self.accelerator.mixed_precision, self.drafter.dtype)
 
+    def _logit_bytes(self) -> int:
+        """Width of a logit: the wider of what the head and what the refiner give."""
+        if self.args.loss_vocab_size is not None:  # its correction is float32
+            return 4
+        return max(self.target.head_dtype.itemsize, self._compute_dtype().itemsize)
+
     def _loss(
         self, hidden_states: torch.Tensor, blocks: Blocks, weights: torch.Tensor, teacher: torch.Tensor
     ) -> tuple[torch.Tensor, dict]:
@@ -257,7 +263,9 @@ class DrafterTrainer(Trainer):
         )
         progress = self.state.global_step / max(self.state.max_steps, 1)
         width = self.target.config.vocab_size if vocabulary is None else len(vocabulary.ids)
-        chunk = args.chunk_blocks or chunk_for_memory(args.loss_memory_mb * 2**20, num_drafts, width, self.recipe)
+        chunk = args.chunk_blocks or chunk_for_memory(
+            args.loss_memory_mb * 2**20, num_drafts, width, self.recipe, self._logit_bytes()
+        )
         return block_loss(rows, targets, head, drafter.refiner, self.recipe, progress, chunk)
 
     def _count(self, figures: dict[str, torch.Tensor], blocks: Blocks) -> None:
