@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import platform
 import subprocess
@@ -115,14 +114,14 @@ def run_header(
     target_name: str,
     drafter: PreTrainedModel | None = None,
     drafter_name: str | None = None,
-    data_files: Iterable[str | Path] = (),
+    data: Iterable[dict[str, str]] = (),
     **settings: Any,
 ) -> dict[str, Any]:
     """Where the figures of a run come from.
 
     Args:
         target_name, drafter_name: as the user named them.
-        data_files: files of prompts; stored by name and content.
+        data: sources of prompts (`PromptSet.describe`).
         settings: what else decides the figures: `seeds`, `temperature`, `max_new_tokens`, `chat_template_kwargs`, ...
     """
     return {
@@ -144,7 +143,7 @@ def run_header(
         "dtype": str(target.dtype).removeprefix("torch."),
         "target": describe_model(target, target_name),
         "drafter": None if drafter is None else describe_model(drafter, drafter_name),
-        "data": [{"file": Path(one).name, "sha256": file_hash(one)} for one in data_files],
+        "data": list(data),
         **settings,
     }
 
@@ -177,11 +176,6 @@ def git_commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + ("+" if status else "")
-
-
-def file_hash(path: str | Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_records(path: str | Path) -> tuple[dict[str, Any], list[PromptRecord]]:
