@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from ..decoding.acceptance import AcceptanceRecord
 from ..fingerprint import weights_hash
 from ..sources import drop_unfinished_line
 from ..version import __version__
+from .agreement import FLOAT32_TIE, HALF_PRECISION_TIE, Difference
 
 # A run that goes on may differ from its first part in these.
 NOT_COMPARED = ("command", "date")
@@ -37,6 +39,19 @@ class Agreement:
     equal: bool
     position: int | None = None
     relative_gap: float | None = None
+
+    @classmethod
+    def of(cls, difference: Difference | None, prompt_length: int) -> Agreement:
+        """From a comparison of whole texts, prompt included."""
+        if difference is None:
+            return cls(True)
+        gap = difference.relative_gap
+        return cls(False, difference.position - prompt_length, gap if math.isfinite(gap) else None)
+
+    def is_tie(self, dtype: str) -> bool:
+        """Whether rounding in the target's dtype explains the difference; equal texts count."""
+        bound = FLOAT32_TIE if dtype == "float32" else HALF_PRECISION_TIE
+        return self.equal or (self.relative_gap is not None and self.relative_gap <= bound)
 
 
 @dataclass(frozen=True)

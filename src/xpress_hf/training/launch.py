@@ -14,8 +14,8 @@ from ..decoding.acceptance import AcceptanceRecord
 from ..decoding.target import Target
 from ..evaluation.replay import end_ids, replay
 from ..modeling.drafter import XPressDrafter
+from ..modeling.rebuilding import rebuild
 from .data import ConversationDataset
-from .expansion import rebuild
 from .features import FeatureDataset, target_states
 from .initialization import config_for_target, initialize_from_target
 from .packing import pack
