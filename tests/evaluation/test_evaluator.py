@@ -10,6 +10,7 @@ import torch
 
 from tests.conftest import VOCAB, OracleDrafter, build_cycle_target, build_drafter, build_target, plain
 from tests.training.chat_fixtures import CHATML, build_tokenizer
+from tests.training.test_trainer import arguments, text_of
 from xpress_hf import AcceptanceRecord
 from xpress_hf.decoding.target import Target, taps
 from xpress_hf.evaluation import evaluator as evaluator_module
@@ -22,6 +23,7 @@ from xpress_hf.evaluation.replay import end_ids, replay
 from xpress_hf.evaluation.summary import summarize
 from xpress_hf.modeling.drafter import BlockDraft
 from xpress_hf.modeling.refiner import greedy_choice
+from xpress_hf.training.trainer import DrafterTrainer
 
 
 class WordIds:
@@ -189,6 +191,25 @@ def test_one_number_everywhere(loop, sweeps, tmp_path):
     assert sum(pool(stored).accepted) > 0
 
 
+def test_the_trainer_logs_what_the_evaluator_measures(tmp_path):
+    """Held-out answers of the target: one that ended by itself, one that the budget cut."""
+    target, drafter = half_oracle_pair(80)
+    target.generation_config.eos_token_id = drafter.continuation[30]
+    start = " ".join(map(str, drafter.continuation[:34]))
+    sets, texts = prompts("3 4 5", start), []
+    for item in sets[0].prompts:
+        ids = torch.tensor([[int(one) for one in item.turns[0].split()]])
+        texts.append(text_of(plain(target, ids, max_new_tokens=30)[0], ids.shape[1]))
+    assert len(texts[0]["input_ids"]) < 33
+    trainer = DrafterTrainer(drafter, arguments(tmp_path, recipe="xpress", replay_texts=2), target)
+    logged = trainer.evaluate(texts)
+    for name, sweeps in (("bare", 0), ("refined", None)):
+        drafter.speculation.sweeps = sweeps
+        records = Evaluator(target, WordIds(), drafter, EvaluationSettings(30)).run(sets)
+        assert records[0].arm == name
+        assert logged[f"eval_{name}_acceptance_length"] == pool(records).acceptance_length > 1.5
+
+
 def test_pooled_over_cycles_is_not_the_mean_over_answers():
     records = [AcceptanceRecord(3, [3] * 9, [3] * 9), AcceptanceRecord(3, [0], [2]), AcceptanceRecord(3)]
     figures = acceptance_figures(records)
@@ -236,10 +257,10 @@ def chat_pair():
 
 def test_an_interrupted_run_gives_the_file_of_an_uninterrupted_one(tmp_path):
     target, tokenizer, drafter = chat_pair()
-    settings = EvaluationSettings(12, (0.0, 1.0), (0, 5))
-    sets = prompts("one two", "three", "the rain", turns=2)
+    settings = EvaluationSettings(10, (0.0, 1.0), (0, 5))
+    sets = prompts("one two", "three", turns=2)
     whole = Evaluator(target, tokenizer, drafter, settings).run(sets, tmp_path / "whole.jsonl")
-    assert len(whole) == 3 * 2 * 3 == Evaluator(target, tokenizer, drafter, settings).num_answers(sets)
+    assert len(whole) == 2 * 2 * 3 == Evaluator(target, tokenizer, drafter, settings).num_answers(sets)
 
     def interrupt(count):
         interrupt.count += count
