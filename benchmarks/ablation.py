@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import platform
 import sys
 import time
 from pathlib import Path
@@ -26,8 +25,9 @@ from rich.progress import track
 import xpress_hf
 from xpress_hf import XPressDrafter
 from xpress_hf.demo import load_demo_target
-from xpress_hf.evaluation.prompts import read_prompts
-from xpress_hf.evaluation.side_by_side import encode_prompt
+from xpress_hf.evaluation.bootstrap import bootstrap, pooled_ratio, pooled_ratio_difference
+from xpress_hf.evaluation.prompts import encode_prompt, read_prompts
+from xpress_hf.evaluation.records import cpu_name
 from xpress_hf.modeling.refiner import CausalRefiner, RefinerState
 from xpress_hf.training.features import FeatureDataset
 from xpress_hf.training.trainer import DrafterTrainer, DrafterTrainingArguments
@@ -139,21 +139,23 @@ def measure(
     return rows
 
 
-def pooled(rows: list[dict], draws: np.ndarray) -> tuple[float, np.ndarray]:
-    """Acceptance length over all prompts, and over prompts drawn with replacement [draws]."""
-    table = np.array([[sum(row["kept"]), len(row["kept"])] for row in rows])
-    sums = table[draws].sum(axis=1)
-    return 1 + table[:, 0].sum() / table[:, 1].sum(), 1 + sums[:, 0] / sums[:, 1]
+def table(rows: list[dict]) -> np.ndarray:
+    """[P, 2] kept drafts and cycles of each prompt."""
+    return np.array([[sum(row["kept"]), len(row["kept"])] for row in rows])
+
+
+def difference(left: list[dict], right: list[dict]) -> str:
+    """95 % interval over prompts of two pooled acceptance lengths, `left` - `right`."""
+    found = bootstrap(np.hstack([table(left), table(right)]), pooled_ratio_difference)
+    return f"[{found.low:+.3f}, {found.high:+.3f}]"
 
 
 def provenance(args: argparse.Namespace) -> str:
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")), platform.processor())
     return (
         f"command: python {' '.join(sys.argv)}\n"
         f"torch {torch.__version__}, transformers {transformers.__version__}, xpress_hf {xpress_hf.__version__}; "
-        f"{cpu}, {torch.get_num_threads()} threads; bfloat16; {args.limit} prompts each of {' and '.join(FILES)}, "
-        f"{args.new} new tokens; {args.steps} steps of at most 192 blocks"
+        f"{cpu_name()}, {torch.get_num_threads()} threads; bfloat16; {args.limit} prompts each of "
+        f"{' and '.join(FILES)}, {args.new} new tokens; {args.steps} steps of at most 192 blocks"
     )
 
 
@@ -170,10 +172,8 @@ def report(measured: dict[str, list[dict]], args: argparse.Namespace) -> str:
                 sorted((row for row in some if row["temperature"] == temperature), key=lambda row: row["id"])
                 for some in (rows, measured.get("xpress", rows))
             )
-            draws = np.random.default_rng(0).integers(len(own), size=(10_000, len(own)))
-            (value, drawn), (_, reference) = pooled(own, draws), pooled(other, draws)
-            low, high = np.percentile(drawn - reference, [2.5, 97.5])
-            cells += [f"{value:.3f}", "" if name == "xpress" else f"[{low:+.3f}, {high:+.3f}]"]
+            value = 1 + pooled_ratio(table(own))
+            cells += [f"{value:.3f}", "" if name == "xpress" else difference(own, other)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -30,8 +30,9 @@ from xpress_hf import AcceptanceRecord, XPressDrafter
 from xpress_hf.decoding.target import Target
 from xpress_hf.demo import load_demo_drafter, load_demo_target
 from xpress_hf.evaluation.agreement import HALF_PRECISION_TIE, first_difference
-from xpress_hf.evaluation.prompts import read_prompts
-from xpress_hf.evaluation.side_by_side import encode_prompt
+from xpress_hf.evaluation.bootstrap import Interval, bootstrap, pooled_ratio_difference
+from xpress_hf.evaluation.prompts import encode_prompt, read_prompts
+from xpress_hf.evaluation.records import cpu_name
 from xpress_hf.evaluation.timing import timed_generate
 from xpress_hf.modeling import drafter as drafter_module
 
@@ -74,16 +75,11 @@ class Clock:
         return {**parts, "rest": decode_s - sum(parts.values())}
 
 
-def bootstrap_difference(
-    left: list[AcceptanceRecord], right: list[AcceptanceRecord], draws: int = 10_000
-) -> list[float]:
-    """2.5 % and 97.5 % points of left - right, acceptance lengths pooled over prompts drawn with replacement."""
-    table = np.array(
-        [[sum(a.accepted), a.num_cycles, sum(b.accepted), b.num_cycles] for a, b in zip(left, right, strict=True)]
-    )
-    rng = np.random.default_rng(0)
-    sums = table[rng.integers(len(table), size=(draws, len(table)))].sum(axis=1)
-    return np.percentile(sums[:, 0] / sums[:, 1] - sums[:, 2] / sums[:, 3], [2.5, 97.5]).round(4).tolist()
+def acceptance_difference(left: list[AcceptanceRecord], right: list[AcceptanceRecord]) -> Interval:
+    """left - right: acceptance lengths pooled over cycles, with an interval over prompts."""
+    pairs = zip(left, right, strict=True)
+    table = [[sum(a.accepted), a.num_cycles, sum(b.accepted), b.num_cycles] for a, b in pairs]
+    return bootstrap(np.array(table), pooled_ratio_difference)
 
 
 def run_arm(target, drafter: XPressDrafter | None, sweeps: int | None, ids: torch.Tensor, new: int) -> tuple:
@@ -96,16 +92,13 @@ def run_arm(target, drafter: XPressDrafter | None, sweeps: int | None, ids: torc
 
 
 def provenance(args: argparse.Namespace) -> dict:
-    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")]
-    cpu = names[0] if names else platform.processor()
     return {
         "command": " ".join(["python", *sys.argv]),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "xpress_hf": xpress_hf.__version__,
         "python": platform.python_version(),
-        "hardware": f"{cpu}, {torch.get_num_threads()} threads",
+        "hardware": f"{cpu_name()}, {torch.get_num_threads()} threads",
         "dtype": "bfloat16",
         "prompts": f"{args.limit} from number {args.start} on of {' and '.join(FILES)}, field's wording, chat "
         "template with its default system prompt",
@@ -151,8 +144,9 @@ def report(rows: list[dict], args: argparse.Namespace) -> str:
         lines += [arm_report(name, chosen) for name in arms]
         for other in arms[1:]:
             pair = [[row["records"][name] for row in chosen] for name in ("refined", other)]
-            low, high = bootstrap_difference(*pair)
-            lines.append(f"  refined - {other}: 95 % bootstrap interval over prompts [{low:+.4f}, {high:+.4f}]")
+            found = acceptance_difference(*pair)
+            interval = f"[{found.low:+.4f}, {found.high:+.4f}]"
+            lines.append(f"  refined - {other}: 95 % bootstrap interval over prompts {interval}")
     return "\n".join(lines)
 
 

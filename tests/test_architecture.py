@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "xpress_hf"
 
 # Lowest first; a module imports from its own rank or below. A dotted name is an exception to its folder's rank.
 RANKS = (
-    ("configuration", "rotary"),
+    ("configuration", "rotary", "sources", "fingerprint", "version"),
     ("checkpoints",),
     ("modeling",),
     ("decoding", "checkpoints.export"),

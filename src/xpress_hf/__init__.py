@@ -7,11 +7,10 @@ from .decoding.acceptance import AcceptanceRecord
 from .decoding.hook import install
 from .modeling.drafter import XPressDrafter
 from .registration import register
+from .version import __version__
 
 if TYPE_CHECKING:
     from .training.trainer import DrafterTrainer, DrafterTrainingArguments
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AcceptanceRecord",
@@ -20,6 +19,7 @@ __all__ = [
     "SpeculationConfig",
     "XPressConfig",
     "XPressDrafter",
+    "__version__",
 ]
 
 register()

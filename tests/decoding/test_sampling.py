@@ -16,9 +16,10 @@ from xpress_hf.modeling.refiner import refine_block
 DRAWS = 40_000
 
 
-def within_three_sigma(counts: Counter, law: torch.Tensor, draws: int) -> None:
+def within_four_sigma(counts: Counter, law: torch.Tensor, draws: int) -> None:
+    """Four sigma, since dozens of cells are looked at together."""
     for token, p in enumerate(law.tolist()):
-        bound = 3 * (p * (1 - p) / draws) ** 0.5
+        bound = 4 * (p * (1 - p) / draws) ** 0.5
         assert abs(counts[token] / draws - p) <= bound + 1e-9, (token, counts[token] / draws, p, bound)
 
 
@@ -58,7 +59,7 @@ def test_first_token_of_a_cycle_follows_the_target(laws, warpers):
     processors = LogitsProcessorList(WARPERS[warpers])
     torch.manual_seed(0)
     counts = Counter(cycles(p, q, processors)[0].tolist())
-    within_three_sigma(counts, warped(p, processors).softmax(dim=-1), DRAWS)
+    within_four_sigma(counts, warped(p, processors).softmax(dim=-1), DRAWS)
 
 
 def test_tempered_laws_have_the_known_values():
@@ -76,7 +77,7 @@ def test_token_after_a_rejection_follows_the_residual():
     tokens, kept = cycles(p, q, LogitsProcessorList())
     rejected = Counter(tokens[~kept].tolist())
     assert rejected.total() > 15_000
-    within_three_sigma(rejected, torch.tensor([0.8, 0.2, 0.0, 0.0]), rejected.total())
+    within_four_sigma(rejected, torch.tensor([0.8, 0.2, 0.0, 0.0]), rejected.total())
 
 
 def test_equal_laws_accept_every_draft():
@@ -166,7 +167,7 @@ def test_joint_law_of_two_tokens_through_generate(loop, rows, calls, temperature
             counts[tuple(tokens)] += 1
     assert drafter.last_acceptance.num_cycles == rows
     start = joint_law(target, ids, top_k, temperature).sum(dim=1)
-    within_three_sigma(firsts, start, draws)
+    within_four_sigma(firsts, start, draws)
     for first in range(5):
         law = start[first] * joint_law(target, torch.cat([ids, torch.tensor([[first]])], 1), top_k, temperature)
         for (second, third), p in zip(

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from tests.conftest import build_drafter, build_target, prompt
 from tests.training.chat_fixtures import MARKED, build_tokenizer
 from xpress_hf import cli
+from xpress_hf.fingerprint import weights_hash
 from xpress_hf.training.data import TextCollator
 from xpress_hf.training.features import FeatureDataset, FeatureMeta, FeatureWriter, target_states, write_features
-from xpress_hf.training.fingerprint import weights_hash
 
 TAPS = [0, 1]
 

@@ -190,15 +190,18 @@ class DecodingLoop:
         kept, tokens = self._accept(draft, judged)
         run = [row.length - 1 for row in self.rows]
         counts, going = [], []
-        for number, (accepted, drafted, ends) in enumerate(self._numbers(kept, draft.lengths, tokens)):
+        for number, (accepted, drafted, ends) in enumerate(self._numbers(kept, draft, tokens)):
             row = self.rows[number]
             count, done = self._count(row, tokens[number], accepted, ends, judged[number])
             self.requested.note(row, number, count, judged, logits, outputs, first)
             new = tokens[number, :count]
             row.ids = torch.cat([row.ids, new])
             self._stream(new)
+            if count <= accepted:
+                # The text ended within the draft: its last token counts as the target's own, as in the stock loop.
+                drafted = count - 1
             if drafted:
-                row.record.add(min(accepted, count), drafted)
+                row.record.add(count - 1, drafted)
             counts.append(count)
             if done:
                 self.finished.append(row)
@@ -213,14 +216,18 @@ class DecodingLoop:
         if len(going) < len(self.rows):
             self._keep(going)
 
-    def _numbers(self, kept: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor) -> list[list[int]]:
+    def _numbers(self, kept: torch.Tensor, draft: Draft, tokens: torch.Tensor) -> list[list[int]]:
         """Per row: kept drafts, drafts that counted, tokens before the first end id. The only wait for the device in a
         cycle, as long as no rule has to be asked token by token."""
+        ends = self._before_end(tokens)
+        drafted = torch.minimum(draft.lengths.to(kept.device), self._before_end(draft.ids))
+        return torch.stack([kept, drafted, ends], dim=1).tolist()
+
+    def _before_end(self, ids: torch.Tensor) -> torch.Tensor:
+        """[R, N] -> [R] ids before the first end id."""
         if self.end_ids is None:
-            ends = torch.full_like(kept, tokens.shape[1])
-        else:
-            ends = (~torch.isin(tokens, self.end_ids.to(tokens.device))).long().cumprod(dim=1).sum(dim=1)
-        return torch.stack([kept, lengths.to(kept.device), ends], dim=1).tolist()
+            return ids.new_full(ids.shape[:1], ids.shape[1])
+        return (~torch.isin(ids, self.end_ids.to(ids.device))).long().cumprod(dim=1).sum(dim=1)
 
     def _count(
         self, row: Row, tokens: torch.Tensor, accepted: int, ends: int, judged: torch.Tensor

@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ..sources import Source, conversation_of, read_rows
 from .chat import ChatTemplate
-from .sources import Source, conversation_of, read_rows
 
 
 def read_conversations(source: Source, split: str = "train", limit: int | None = None) -> list[dict[str, Any]]:

@@ -22,9 +22,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..decoding.target import taps
+from ..fingerprint import config_fields, tokenizer_hash, weights_hash
+from ..sources import drop_unfinished_line
 from .chat import mask_runs
-from .fingerprint import config_fields, tokenizer_hash, weights_hash
-from .sources import drop_unfinished_line
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..sources import drop_unfinished_line
+from ...sources import drop_unfinished_line
 from .prompts import Answer, Prompt, Sampling
 from .server import ServerError
 

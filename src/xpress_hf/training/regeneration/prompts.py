@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...sources import Source, conversation_of, read_rows
 from ..chat import Message
-from ..sources import Source, conversation_of, read_rows
 
 # Columns of a row that an answer replaces.
 REPLACED = ("messages", "response_ids", "finished", "chat_template_kwargs", "generation", "row")
