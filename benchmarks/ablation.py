@@ -26,9 +26,8 @@ import xpress_hf
 from xpress_hf import XPressDrafter
 from xpress_hf.demo import load_demo_target
 from xpress_hf.evaluation.bootstrap import bootstrap, pooled_ratio, pooled_ratio_difference
-from xpress_hf.evaluation.prompts import read_prompts
+from xpress_hf.evaluation.prompts import encode_prompt, read_prompts
 from xpress_hf.evaluation.records import cpu_name
-from xpress_hf.evaluation.side_by_side import encode_prompt
 from xpress_hf.modeling.refiner import CausalRefiner, RefinerState
 from xpress_hf.training.features import FeatureDataset
 from xpress_hf.training.trainer import DrafterTrainer, DrafterTrainingArguments

@@ -31,9 +31,8 @@ from xpress_hf.decoding.target import Target
 from xpress_hf.demo import load_demo_drafter, load_demo_target
 from xpress_hf.evaluation.agreement import HALF_PRECISION_TIE, first_difference
 from xpress_hf.evaluation.bootstrap import Interval, bootstrap, pooled_ratio_difference
-from xpress_hf.evaluation.prompts import read_prompts
+from xpress_hf.evaluation.prompts import encode_prompt, read_prompts
 from xpress_hf.evaluation.records import cpu_name
-from xpress_hf.evaluation.side_by_side import encode_prompt
 from xpress_hf.evaluation.timing import timed_generate
 from xpress_hf.modeling import drafter as drafter_module
 

@@ -10,8 +10,9 @@ import torch
 
 from xpress_hf import DrafterTrainer, DrafterTrainingArguments
 from xpress_hf.demo import load_demo_drafter, load_demo_target
+from xpress_hf.evaluation.expansion_bound import ExpansionBound
 from xpress_hf.training.data import ConversationDataset
-from xpress_hf.training.expansion import ExpansionBound, expand_block
+from xpress_hf.training.expansion import expand_block
 from xpress_hf.training.launch import measure
 
 

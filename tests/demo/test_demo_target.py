@@ -6,8 +6,7 @@ import torch
 from xpress_hf.demo import DEMO_PROMPTS, load_demo_drafter
 from xpress_hf.demo.drafter import DRAFTER_FOLDER
 from xpress_hf.evaluation.agreement import FLOAT32_TIE, HALF_PRECISION_TIE, first_difference
-from xpress_hf.evaluation.prompts import read_prompts
-from xpress_hf.evaluation.side_by_side import encode_prompt
+from xpress_hf.evaluation.prompts import encode_prompt, read_prompts
 
 pytestmark = [pytest.mark.demo, pytest.mark.slow]
 

@@ -5,7 +5,9 @@ import torch
 
 from tests.conftest import HIDDEN, VOCAB, build_drafter, build_target, prompt
 from xpress_hf import AcceptanceRecord, XPressDrafter
-from xpress_hf.training.expansion import ExpansionBound, expand_block, rebuild
+from xpress_hf.evaluation.expansion_bound import ExpansionBound
+from xpress_hf.modeling.rebuilding import rebuild
+from xpress_hf.training.expansion import expand_block
 
 
 def test_the_mixer_grows_and_old_slots_refine_as_before():

@@ -12,8 +12,9 @@ import yaml
 from rich.console import Console
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..evaluation.expansion_bound import ExpansionBound
 from ..training.arguments import DrafterTrainingArguments
-from ..training.expansion import ExpansionBound, expand_block
+from ..training.expansion import expand_block
 from ..training.launch import RunOptions, build_drafter, load_texts, measure
 from ..training.trainer import DrafterTrainer
 from .common import load_drafter, load_target

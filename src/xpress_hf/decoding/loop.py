@@ -261,8 +261,7 @@ class DecodingLoop:
             if self.config.output_logits:
                 row.logits += list(logits[number, :length])
             self._stream(new[:length])
-            if int(lengths[number]):
-                self.record.add(min(count, length), int(lengths[number]))
+            self._record(draft_ids[number, : int(lengths[number])], count, length)
             if done:
                 self.finished.append(row)
             else:
@@ -273,6 +272,14 @@ class DecodingLoop:
             self._crop(kept, draft_ids.shape[1])
         if len(going) < len(self.rows):
             self._keep(torch.tensor(going, device=tokens.device, dtype=torch.long))
+
+    def _record(self, draft_ids: torch.Tensor, count: int, length: int) -> None:
+        """Notes a cycle that kept `count` of its drafts and gave `length` tokens. A drafted token that ends the text
+        counts as the target's own, and nothing behind it as verified, as in the stock loop."""
+        drafted = next((place for place, one in enumerate(draft_ids.tolist()) if one in self.end_ids), len(draft_ids))
+        drafted = length - 1 if length <= count else drafted
+        if drafted:
+            self.record.add(length - 1, drafted)
 
     def _stream(self, new: torch.Tensor) -> None:
         if self.streamer is not None:

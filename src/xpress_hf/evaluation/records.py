@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -21,6 +21,7 @@ from ..decoding.acceptance import AcceptanceRecord
 from ..fingerprint import weights_hash
 from ..sources import drop_unfinished_line
 from ..version import __version__
+from .agreement import FLOAT32_TIE, HALF_PRECISION_TIE, Difference
 
 # A run that goes on may differ from its first part in these.
 NOT_COMPARED = ("command", "date")
@@ -38,6 +39,19 @@ class Agreement:
     equal: bool
     position: int | None = None
     relative_gap: float | None = None
+
+    @classmethod
+    def of(cls, difference: Difference | None, prompt_length: int) -> Agreement:
+        """From a comparison of whole texts, prompt included."""
+        if difference is None:
+            return cls(True)
+        gap = difference.relative_gap
+        return cls(False, difference.position - prompt_length, gap if math.isfinite(gap) else None)
+
+    def is_tie(self, dtype: str) -> bool:
+        """Whether rounding in the target's dtype explains the difference; equal texts count."""
+        bound = FLOAT32_TIE if dtype == "float32" else HALF_PRECISION_TIE
+        return self.equal or (self.relative_gap is not None and self.relative_gap <= bound)
 
 
 @dataclass(frozen=True)
@@ -119,14 +133,14 @@ def run_header(
     target_name: str,
     drafter: PreTrainedModel | None = None,
     drafter_name: str | None = None,
-    data_files: Iterable[str | Path] = (),
+    data: Iterable[dict[str, str]] = (),
     **settings: Any,
 ) -> dict[str, Any]:
     """Where the figures of a run come from.
 
     Args:
         target_name, drafter_name: as the user named them.
-        data_files: files of prompts; stored by name and content.
+        data: sources of prompts (`PromptSet.describe`).
         settings: what else decides the figures: `seeds`, `temperature`, `max_new_tokens`, `chat_template_kwargs`, ...
     """
     return {
@@ -148,7 +162,7 @@ def run_header(
         "dtype": str(target.dtype).removeprefix("torch."),
         "target": describe_model(target, target_name),
         "drafter": None if drafter is None else describe_model(drafter, drafter_name),
-        "data": [{"file": Path(one).name, "sha256": file_hash(one)} for one in data_files],
+        "data": list(data),
         **settings,
     }
 
@@ -181,11 +195,6 @@ def git_commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit + ("+" if status else "")
-
-
-def file_hash(path: str | Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_records(path: str | Path) -> tuple[dict[str, Any], list[PromptRecord]]:

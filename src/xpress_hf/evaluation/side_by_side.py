@@ -17,19 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from ..decoding.acceptance import AcceptanceRecord
 from ..modeling.drafter import XPressDrafter
 from .agreement import FLOAT32_TIE, HALF_PRECISION_TIE, Difference, first_difference
+from .prompts import encode_prompt
 from .timing import TimedRun, timed_generate
-
-
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device) -> torch.Tensor:
-    """Prompt -> ids [1, S] in the tokenizer's chat template, or as they stand where it has none."""
-    if tokenizer.chat_template is None:
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    else:
-        messages = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )["input_ids"]
-    return ids.to(device)
 
 
 class _Pane(TextStreamer):

@@ -12,10 +12,10 @@ from transformers.utils import logging
 
 from ..decoding.acceptance import AcceptanceRecord
 from ..decoding.target import Target
-from ..evaluation.replay import replay
+from ..evaluation.replay import end_ids, replay
 from ..modeling.drafter import XPressDrafter
+from ..modeling.rebuilding import rebuild
 from .data import ConversationDataset
-from .expansion import rebuild
 from .features import FeatureDataset, target_states
 from .initialization import config_for_target, initialize_from_target
 from .packing import pack
@@ -144,5 +144,5 @@ def measure(target: PreTrainedModel, drafter: XPressDrafter, texts: Any, limit: 
         if context is None:
             ids = text["input_ids"][None].to(target.device)
             context = target_states(target, ids, torch.ones_like(ids), drafter.config.target_layer_ids)[0][0]
-        record += replay(parts, drafter, text["input_ids"], int(answer[0]), context)
+        record += replay(parts, drafter, text["input_ids"], int(answer[0]), context, end_ids(target))
     return record

@@ -11,7 +11,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from ..decoding.target import Target, check_pair
-from ..evaluation.replay import replay
+from ..evaluation.replay import end_ids, replay
 from ..hub import write_training_card
 from ..modeling.backbone import additive_mask
 from ..modeling.drafter import XPressDrafter, unwrap_drafter
@@ -297,7 +297,7 @@ class DrafterTrainer(Trainer):
         """Acceptance lengths of the first texts of a data set, pooled over cycles."""
         drafter = self.drafter
         count = min(self.args.replay_texts, len(dataset)) if hasattr(dataset, "__len__") else 0
-        kept = drafter.speculation.sweeps
+        kept, ends = drafter.speculation.sweeps, end_ids(self.target_model)
         records: dict[str, list] = {"bare": [], "refined": []}
         for index in range(count):
             batch = self._prepare_inputs(TextCollator()([dataset[index]]))
@@ -309,7 +309,7 @@ class DrafterTrainer(Trainer):
                 if name == "bare" or self.recipe.uses_refiner:
                     drafter.speculation.sweeps = sweeps
                     with self.accelerator.autocast():
-                        record = replay(self.target, drafter, batch["input_ids"][0], int(answer[0]), context)
+                        record = replay(self.target, drafter, batch["input_ids"][0], int(answer[0]), context, ends)
                     records[name].append(record)
             drafter.speculation.sweeps = kept
         pooled = {name: sum(some[1:], start=some[0]) for name, some in records.items() if some}
