@@ -59,6 +59,11 @@ class Arm:
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def kind(self) -> str:
+        """The name without settings."""
+        return self.name.partition("+")[0]
+
+    @property
     def assistant(self) -> PreTrainedModel | None:
         """The model that drafts, whoever runs it."""
         return self.drafter or self.options.get("assistant_model")

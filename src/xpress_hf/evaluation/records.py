@@ -67,7 +67,7 @@ class PromptRecord:
         agreement: `None` where it was not looked at or the text was sampled.
         prefill_s, decode_s: until the first new token, and from there on.
         split_s: parts of the decode time: `draft`, `refine`, `verify`, `rest`.
-        prefill_tokens: new tokens that came with the prefill: more than one where a draft was verified with the prompt.
+        prefill_tokens: new tokens that came with the prefill; more than one where it verified a draft too.
         hooks_s: what timing the parts cost, within the decode time.
         bare_accepted: drafts that the same cycle would have kept with zero sweeps.
         changed: whether the refiner changed the block.
