@@ -74,7 +74,7 @@ class Benchmark(Answering):
     def warm_up(self) -> None:
         """Runs every arm once, so that no prompt pays for it and an arm that cannot run says so at once; measures what
         timing costs."""
-        ids = torch.arange(3, 40, device=self.target.device)[None]
+        ids = torch.arange(40, device=self.target.device)[None] % self.target.config.get_text_config().vocab_size
         for arm in self.arms:
             self._timed(arm, ids, 0.0, max_new_tokens=WARM_UP_TOKENS)
         self.span_cost_s = span_cost_s(self.target)

@@ -86,7 +86,7 @@ def _differences(
     found = []
     # [runs, prompts, tokens and cycles]
     if len(keys) and counts[..., 1].any(axis=1).all():
-        interval = bootstrap(np.hstack([*counts]), pooled_ratio_difference)
+        interval = bootstrap(np.hstack([counts[1], counts[0]]), pooled_ratio_difference)
         first, second = pooled_ratio(counts).tolist()
         found.append(Difference(arm, temperature, LENGTH, len(keys), first, second, interval))
     if any(one.refused for one in pair):
