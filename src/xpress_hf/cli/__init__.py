@@ -9,6 +9,7 @@ from transformers.utils import logging as transformers_logging
 from .answer import demo, generate
 from .checkpoint import card, convert, inspect
 from .data import features, regenerate
+from .evaluate import evaluate
 from .train import PASSED_ON, expand, train
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -21,7 +22,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
 
 
-for command in (demo, generate, regenerate, features, convert, inspect, card):
+for command in (demo, generate, evaluate, regenerate, features, convert, inspect, card):
     app.command()(command)
 for run_command in (train, expand):
     app.command(context_settings=PASSED_ON)(run_command)

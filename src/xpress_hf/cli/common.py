@@ -24,6 +24,13 @@ MaxNewTokens = Annotated[int, typer.Option(min=2, help="Longest answer in tokens
 AsJson = Annotated[bool, typer.Option("--json", help="Figures as JSON on stdout, everything else on stderr.")]
 Folder = Annotated[str | None, typer.Option(help="Folder that holds the demo target's GGUF file.")]
 
+DtypeName = Annotated[str, typer.Option(help=f"dtype of the target: {', '.join(DTYPES)}.")]
+Revision = Annotated[str | None, typer.Option(help="Revision of the target.")]
+TemplateSwitches = Annotated[
+    str | None,
+    typer.Option("--chat-template-kwargs", help='Switches of the chat template, such as {"enable_thinking": false}.'),
+]
+
 
 def load_target(
     name: str, dtype: str, device: str, revision: str | None, console: Console
@@ -65,3 +72,14 @@ def finish(figures: dict[str, Any], kept: bool, as_json: bool) -> None:
         typer.echo(json.dumps(figures))
     if not kept:
         raise typer.Exit(1)
+
+
+def json_object(option: str, text: str | None) -> dict[str, Any]:
+    """Value of an option that holds a JSON object; empty where it was not given."""
+    try:
+        value = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"`{option}` must be a JSON object, got {text!r} ({error}).") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"`{option}` must be a JSON object, got {text!r}.")
+    return value

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -23,16 +22,21 @@ from rich.text import Text
 from ..training import regeneration
 from ..training.data import ConversationDataset
 from ..training.features import write_features
-from .common import DTYPES, AsJson, Device, Temperature, finish, load_drafter, load_target
+from .common import (
+    AsJson,
+    Device,
+    DtypeName,
+    Revision,
+    Temperature,
+    TemplateSwitches,
+    finish,
+    json_object,
+    load_drafter,
+    load_target,
+)
 
 Split = Annotated[str, typer.Option(help="Split of a named dataset.")]
 TargetName = Annotated[str, typer.Option(help="Folder, Hub id, or `demo`; with --base-url the served name.")]
-DtypeName = Annotated[str, typer.Option(help=f"dtype of the target: {', '.join(DTYPES)}.")]
-Revision = Annotated[str | None, typer.Option(help="Revision of the target.")]
-TemplateSwitches = Annotated[
-    str | None,
-    typer.Option("--chat-template-kwargs", help='Switches of the chat template, such as {"enable_thinking": false}.'),
-]
 
 
 class TokensPerSecond(ProgressColumn):
@@ -46,17 +50,6 @@ def progress_bar(console: Console) -> Progress:
     """A bar with rows done and tokens/s; its tasks carry `num_tokens`."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TokensPerSecond())
     return Progress(*columns, TimeRemainingColumn(), console=console)
-
-
-def json_object(option: str, text: str | None) -> dict[str, Any]:
-    """Value of an option that holds a JSON object; empty where it was not given."""
-    try:
-        value = json.loads(text or "{}")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`{option}` must be a JSON object, got {text!r} ({error}).") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"`{option}` must be a JSON object, got {text!r}.")
-    return value
 
 
 def regenerate(

@@ -32,6 +32,14 @@ class ObservedBlock:
         return int(differs[-1]) + 1 if len(differs) else 0
 
 
+def anchor_position(
+    drafter: XPressDrafter, cache: Any, position_ids: torch.Tensor | None = None, **kwargs: Any
+) -> int:
+    """Position of the anchor of a block that was just drafted, from arguments of `draft_block`. Without positions the
+    cache holds every row before the anchor; with them it may hold rows of rejected drafts too."""
+    return cache.get_seq_length() if position_ids is None else int(position_ids[0, -drafter.config.block_size])
+
+
 @contextmanager
 def observed(drafter: XPressDrafter) -> Iterator[list[ObservedBlock]]:
     """Within the context, blocks of one sequence that this drafter drafts are added to the list."""
@@ -53,8 +61,7 @@ def observed(drafter: XPressDrafter) -> Iterator[list[ObservedBlock]]:
             return chosen[-1]
 
         draft = draft_block(target, known_ids, context, cache, note, **kwargs)
-        # The cache holds every row before the anchor.
-        blocks.append(ObservedBlock(cache.get_seq_length(), torch.cat(chosen).cpu()))
+        blocks.append(ObservedBlock(anchor_position(drafter, cache, **kwargs), torch.cat(chosen).cpu()))
         return draft
 
     drafter.draft_block = noting

@@ -1,0 +1,105 @@
+"""`evaluate`: acceptance of a drafter on prompts, and why it is what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..evaluation.evaluator import EvaluationSettings, Evaluator
+from ..evaluation.prompts import HUB, load_prompts
+from ..evaluation.summary import MORE_DEFINITIONS, print_summary, summarize
+from .common import (
+    AsJson,
+    Device,
+    DtypeName,
+    MaxNewTokens,
+    Revision,
+    Sweeps,
+    TemplateSwitches,
+    finish,
+    json_object,
+    load_drafter,
+    load_target,
+)
+
+PromptSources = Annotated[
+    list[str],
+    typer.Option(
+        help="JSONL file (`id`, `benchmark`, `turns`) or a benchmark on the Hub: "
+        f"{', '.join(HUB)}. May be given several times."
+    ),
+]
+
+
+def evaluate(
+    target: Annotated[str, typer.Option(help="Causal LM: folder, Hub id, or `demo`.")],
+    drafter: Annotated[str, typer.Option(help="Drafter in any supported layout: folder, Hub id, or `demo`.")],
+    prompts: PromptSources,
+    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each source at most.")] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0.0, help="0 = greedy; may be given several times. [default: 0]")
+    ] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(min=0, help="Seed of sampled answers; may be given several times. [default: 0]")
+    ] = None,
+    sweeps: Sweeps = None,
+    chat_template_kwargs: TemplateSwitches = None,
+    agreement: Annotated[bool, typer.Option(help="Compare greedy answers with plain generate.")] = True,
+    float32_judge: Annotated[
+        bool, typer.Option(help="Load the target in float32 too: it tells near ties of half precision from faults.")
+    ] = False,
+    new_block_size: Annotated[
+        int | None, typer.Option(min=2, help="Longer block of the expansion bound. [default: half as long again]")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON Lines file of records; one that exists is continued.")
+    ] = None,
+    dtype: DtypeName = "auto",
+    device: Device = "cpu",
+    revision: Revision = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measures how many drafts a target keeps, cycle by cycle, and compares the ids with plain generate.
+
+    Exit code 1: ids differ from plain generate beyond a near tie (float32 targets and --float32-judge alone can tell),
+    or the run was interrupted. Speed is measured by `benchmark`.
+    """
+    console = Console(stderr=as_json)
+    settings = EvaluationSettings(
+        max_new_tokens,
+        tuple(temperature or [0.0]),
+        tuple(seed or [0]),
+        json_object("--chat-template-kwargs", chat_template_kwargs),
+        agreement,
+    )
+    sets = [load_prompts(source, limit) for source in prompts]
+    model, tokenizer = load_target(target, dtype, device, revision, console)
+    loaded = load_drafter(drafter, model, target, console)
+    loaded.speculation.sweeps = sweeps
+    console.print(f"drafter: {loaded.describe()}", highlight=False)
+    judge = load_target(target, "float32", device, revision, console)[0] if float32_judge else None
+    evaluator = Evaluator(model, tokenizer, loaded, settings, judge, names=(target, drafter))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task("answers", total=evaluator.num_answers(sets))
+        try:
+            records = evaluator.run(sets, output, lambda count: progress.advance(task, count))
+        except KeyboardInterrupt:
+            kept = "nothing was kept; name an --output to go on from" if output is None else f"answers are in {output}"
+            console.print(f"interrupted: {kept}", highlight=False, markup=False)
+            raise typer.Exit(1) from None
+    for text in evaluator.skipped:
+        console.print(f"not asked, no room in the context: {text}", highlight=False, markup=False)
+    groups = summarize(records, str(model.dtype).removeprefix("torch."), new_block_size)
+    print_summary(groups, console)
+    # Without a float32 judge a difference in half precision proves nothing.
+    is_exact = judge is not None or model.dtype == torch.float32
+    others = sum((group["agreement"] or {"other": 0})["other"] for group in groups)
+    figures: dict[str, Any] = {"run": evaluator.header(sets), "groups": groups, "skipped": evaluator.skipped}
+    finish({**figures, "definitions": MORE_DEFINITIONS}, not (is_exact and others), as_json)
