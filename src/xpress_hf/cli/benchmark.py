@@ -22,15 +22,20 @@ from .common import (
     AsJson,
     Device,
     DtypeName,
+    Limit,
     MaxNewTokens,
+    Records,
     Revision,
+    Seeds,
+    Temperatures,
     TemplateSwitches,
+    answers_bar,
     finish,
     json_object,
     load_drafter,
     load_target,
 )
-from .evaluate import PromptSources, progress_bar
+from .evaluate import PromptSources
 
 ARMS_HELP = "Ways to answer, comma-separated: " + "; ".join(f"{name}: {text}" for name, text in MEANINGS.items())
 
@@ -39,7 +44,7 @@ def benchmark(
     target: Annotated[str, typer.Option(help="Causal LM: folder, Hub id, or `demo`.")],
     drafter: Annotated[str, typer.Option(help="Drafter in any supported layout: folder, Hub id, or `demo`.")],
     prompts: PromptSources,
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each source at most.")] = None,
+    limit: Limit = None,
     max_new_tokens: MaxNewTokens = 128,
     arms: Annotated[
         str | None,
@@ -50,16 +55,10 @@ def benchmark(
     ] = None,
     assistant: Annotated[str | None, typer.Option(help="Small causal LM with the target's vocabulary.")] = None,
     control: Annotated[str | None, typer.Option(help="Another drafter of the same target.")] = None,
-    temperature: Annotated[
-        list[float] | None, typer.Option(min=0.0, help="0 = greedy; may be given several times. [default: 0]")
-    ] = None,
-    seed: Annotated[
-        list[int] | None, typer.Option(min=0, help="Seed of sampled answers; may be given several times. [default: 0]")
-    ] = None,
+    temperature: Temperatures = None,
+    seed: Seeds = None,
     chat_template_kwargs: TemplateSwitches = None,
-    output: Annotated[
-        Path | None, typer.Option(help="JSON Lines file of records; one that exists is continued.")
-    ] = None,
+    output: Records = None,
     dtype: DtypeName = "auto",
     device: Device = "cpu",
     revision: Revision = None,
@@ -86,7 +85,7 @@ def benchmark(
     header = run.header(sets, names)
     with console.status("warming up"):
         run.warm_up()
-    with progress_bar(console) as progress:
+    with answers_bar(console) as progress:
         task = progress.add_task("answers", total=run.num_answers(sets))
         try:
             records = run.run(sets, header, output, lambda count: progress.advance(task, count))

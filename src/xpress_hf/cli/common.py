@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..demo import load_demo_drafter, load_demo_target
@@ -24,12 +26,26 @@ MaxNewTokens = Annotated[int, typer.Option(min=2, help="Longest answer in tokens
 AsJson = Annotated[bool, typer.Option("--json", help="Figures as JSON on stdout, everything else on stderr.")]
 Folder = Annotated[str | None, typer.Option(help="Folder that holds the demo target's GGUF file.")]
 
+Limit = Annotated[int | None, typer.Option(min=1, help="Prompts of each source at most.")]
+Temperatures = Annotated[
+    list[float] | None, typer.Option(min=0.0, help="0 = greedy; may be given several times. [default: 0]")
+]
+Seeds = Annotated[
+    list[int] | None, typer.Option(min=0, help="Seed of sampled answers; may be given several times. [default: 0]")
+]
+Records = Annotated[Path | None, typer.Option(help="JSON Lines file of records; one that exists is continued.")]
 DtypeName = Annotated[str, typer.Option(help=f"dtype of the target: {', '.join(DTYPES)}.")]
 Revision = Annotated[str | None, typer.Option(help="Revision of the target.")]
 TemplateSwitches = Annotated[
     str | None,
     typer.Option("--chat-template-kwargs", help='Switches of the chat template, such as {"enable_thinking": false}.'),
 ]
+
+
+def answers_bar(console: Console) -> Progress:
+    """A bar with answers done and both times."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), console=console)
 
 
 def load_target(
