@@ -102,7 +102,7 @@ class ArmFigures:
         equal, ties, faults: greedy texts equal to plain generate's, parted at a near tie, parted elsewhere.
         refused: why there is no speed figure, in words.
         tokens_per_s, speedup: over prompts; speedup_interval: 95 % interval of the median speed-up.
-        cycle_s: seconds per cycle, which is a forward of the target, by part.
+        cycle_s: seconds per cycle, which is a forward of the target, by part. token_s: seconds per token. Both pooled.
         hooks_share: what timing cost, over the time of a cycle.
     """
 
@@ -121,6 +121,7 @@ class ArmFigures:
     speedup_interval: Interval | None
     prefill_s: Spread | None
     cycle_s: dict[str, float] | None
+    token_s: float | None
     hooks_share: float | None
     bounds: Bounds | None
 
@@ -191,6 +192,7 @@ def _arm(
         speedup_interval=bootstrap(np.array(ratios)[:, None], median) if ratios else None,
         prefill_s=Spread.of(one.prefill_s for one in totals.values()) if timed else None,
         cycle_s={part: value / _cycles(rows) for part, value in split.items()} if split else None,
+        token_s=sum(split.values()) / max(sum(one.decode_tokens for one in totals.values()), 1) if split else None,
         hooks_share=sum(row.hooks_s or 0.0 for row in rows) / sum(split.values()) if split else None,
         bounds=_bounds(totals, plain, split) if ratios and split and name != PLAIN else None,
     )

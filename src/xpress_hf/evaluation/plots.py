@@ -10,7 +10,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .arms import ASSISTANT, CONTROL, LOOKUP
+from ..decoding.acceptance import AcceptanceRecord
+from .arms import ASSISTANT, BARE, CONTROL, DFLASH, LOOKUP, PLAIN
 from .comparison import BEYOND, Difference
 from .figures import ArmFigures
 
@@ -23,8 +24,8 @@ PART_STYLES = {
     "refine": ("#009E73", ".."),
     "rest": ("#BBBBBB", "xx"),
 }
-# More arms than this do not fit into one picture.
-MOST_ARMS = 8
+# More arms than this, plain generate among them, do not fit into one picture.
+MOST_ARMS = 9
 CURVES = {"sweeps": "sweeps of the refiner", "draft_length": "drafts verified per cycle"}
 
 
@@ -50,9 +51,21 @@ def main_arms(figures: Sequence[ArmFigures]) -> list[ArmFigures]:
     return (main if any(one.record for one in main) else list(figures))[:MOST_ARMS]
 
 
+def drafting_arms(figures: Sequence[ArmFigures]) -> list[ArmFigures]:
+    """Main arms that drafted; the loop that runs a drafter changes no draft."""
+    arms = [one for one in main_arms(figures) if one.record is not None and one.record.num_cycles]
+    return [one for one in arms if not one.arm.startswith("loop=")] or arms
+
+
+def arm_styles(figures: Sequence[ArmFigures]) -> dict[str, dict[str, str]]:
+    """Colour and marker of every main arm, the same in all pictures of a run."""
+    drawn = [one.arm for one in main_arms(figures) if one.arm != PLAIN]
+    return {name: {"color": COLOURS[n], "marker": MARKERS[n]} for n, name in enumerate(drawn[: len(COLOURS)])}
+
+
 def histogram_plot(figures: Sequence[ArmFigures]) -> Figure | None:
     """Share of cycles by kept drafts, one panel per arm, the ceiling bin marked; `None` where nothing was drafted."""
-    drafted = [one for one in main_arms(figures) if one.record is not None and one.record.num_cycles]
+    drafted = drafting_arms(figures)
     if not drafted:
         return None
     columns = min(len(drafted), 3)
@@ -63,12 +76,12 @@ def histogram_plot(figures: Sequence[ArmFigures]) -> Figure | None:
         shares = [100 * count / record.num_cycles for count in record.histogram]
         bars = axis.bar(range(len(shares)), shares, color=COLOURS[0], edgecolor="white")
         bars[-1].set(facecolor=CEILING_COLOUR, hatch="//")
-        axis.set_title(f"{one.arm} ({record.num_cycles} cycles)", fontsize=10)
+        title = f"{one.arm}, {record.num_cycles} cycles"
+        if record.ceiling_share is not None:
+            title += f"\nceiling bin: {record.ceiling_share:.1%} of full-length cycles"
+        axis.set_title(title, fontsize=9)
         axis.set_xlabel("drafts kept in a cycle")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        if record.ceiling_share is not None:
-            label = f"ceiling bin: {record.ceiling_share:.1%}\nof cycles that\nverified all {record.num_draft_tokens}"
-            axis.text(0.98, 0.96, label, transform=axis.transAxes, ha="right", va="top", fontsize=9, color="#A04000")
     for axis in axes[len(drafted) :]:
         axis.set_visible(False)
     for axis in axes[::columns]:
@@ -78,26 +91,27 @@ def histogram_plot(figures: Sequence[ArmFigures]) -> Figure | None:
 
 def position_plot(figures: Sequence[ArmFigures]) -> Figure | None:
     """How often each slot was kept when reached, one line per block drafter."""
-    lines = []
-    for one in main_arms(figures):
-        if one.record is None or one.arm.partition("+")[0] in (LOOKUP, ASSISTANT):
-            continue
-        lines.append((one.arm, one.record))
-        if one.bare_record is not None:
-            lines.append((f"{one.arm}: bare drafts of the same cycles", one.bare_record))
-    if not lines:
+    drafters = [one for one in drafting_arms(figures) if one.arm not in (LOOKUP, ASSISTANT)]
+    if not drafters:
         return None
     figure, (axis,) = _figure(7, 3.6)
-    for number, (name, record) in enumerate(lines[:MOST_ARMS]):
-        points = [
-            (slot, 100 * rate) for slot, rate in enumerate(record.position_acceptance, start=1) if rate is not None
-        ]
-        style = {"color": COLOURS[number], "marker": MARKERS[number], "linestyle": ("-", "--", "-.", ":")[number % 4]}
-        axis.plot(*zip(*points, strict=True), label=name, **style)
+    styles = arm_styles(figures)
+    for one in drafters:
+        dashes = "--" if one.arm.startswith((BARE, DFLASH)) else "-"
+        _rates(axis, one.record, label=one.arm, linestyle=dashes, **styles[one.arm])
+        if one.bare_record is not None:
+            _rates(
+                axis, one.bare_record, label="bare drafts of the same cycles", linestyle=":", color="black", marker="x"
+            )
     axis.set(xlabel="slot behind the anchor", ylabel="kept when reached [%]", ylim=(0, 105))
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
+
+
+def _rates(axis: Any, record: AcceptanceRecord, **style: Any) -> None:
+    points = [(slot, rate) for slot, rate in enumerate(record.position_acceptance, start=1) if rate is not None]
+    axis.plot([slot for slot, _ in points], [100 * rate for _, rate in points], **style)
 
 
 def curve_arms(
@@ -120,18 +134,18 @@ def curve_plot(header: dict[str, Any], figures: Sequence[ArmFigures], setting: s
     arms = curve_arms(header, figures, setting)
     if arms is None:
         return None
-    figure, (left, middle, right) = _figure(11, 3.4, 3)
+    figure, (left, middle, right) = _figure(11, 3.8, 3)
     lengths = [(x, one.acceptance_length) for x, one in arms if one.acceptance_length is not None]
     _points(left, [(x, one.value, one.low, one.high) for x, one in lengths])
-    left.set(ylabel="acceptance length [tokens/cycle]", title="with 95 % interval over prompts")
+    left.set(ylabel="tokens per cycle", title="acceptance length (95 % interval)")
     cycles = [(x, one.cycle_s) for x, one in arms if one.cycle_s is not None]
     narrowest = min((after - before for (before, _), (after, _) in pairwise(cycles)), default=1)
     _stack(middle.bar, [x for x, _ in cycles], [split for _, split in cycles], 0.8 * narrowest)
-    middle.set(ylabel="time of a cycle [ms]", title="by part")
-    middle.legend(frameon=False, fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, -0.42))
+    middle.set(ylabel="ms", title="time of a cycle")
+    figure.legend(*middle.get_legend_handles_labels(), frameon=False, fontsize=9, ncols=4, loc="outside lower center")
     speeds = [(x, one.tokens_per_s) for x, one in arms if one.tokens_per_s is not None]
     _points(right, [(x, one.median, one.low, one.high) for x, one in speeds])
-    right.set(ylabel="decode speed [tokens/s]", title="median and quartiles over prompts")
+    right.set(ylabel="tokens/s", title="decode speed (median, quartiles)")
     for axis in (left, middle, right):
         axis.set_xlabel(CURVES[setting])
         axis.set_xticks([x for x, _ in arms])
@@ -171,19 +185,18 @@ def cycle_plot(figures: Sequence[ArmFigures]) -> Figure | None:
     axis.grid(axis="x", color="#DDDDDD")
     ends = _stack(axis.barh, range(len(timed)), [one.cycle_s for one in timed], 0.65)
     for place, (one, end) in enumerate(zip(timed, ends, strict=True)):
-        length = one.acceptance_length
-        tokens = "1 token" if length is None else f"{length.value:.2f} tokens"
-        axis.text(end, place, f"  {end:.1f} ms, {tokens}", va="center", fontsize=8)
+        axis.text(end, place, f"  {end:.1f} ms, {1e3 * one.token_s:.1f} ms per token", va="center", fontsize=8)
     axis.set_yticks(range(len(timed)), [one.arm for one in timed])
     axis.invert_yaxis()
-    axis.set(xlabel="time of a cycle [ms]", xlim=(0, 1.25 * max(ends)))
+    axis.set(xlabel="time of a cycle [ms]", xlim=(0, 1.35 * max(ends)))
     axis.legend(frameon=False, fontsize=9, ncols=len(PART_STYLES), loc="lower left", bbox_to_anchor=(0, 1))
     return figure
 
 
 def speedup_plot(groups: dict[str, list[ArmFigures]]) -> Figure | None:
     """Median speed-up over plain generate and its quartiles, per benchmark and arm."""
-    names = list(dict.fromkeys(one.arm for own in groups.values() for one in main_arms(own) if one.bounds is not None))
+    styles = arm_styles(next(iter(groups.values())))
+    names = [name for name in styles if any(one.arm == name and one.speedup for own in groups.values() for one in own)]
     if not names:
         return None
     figure, (axis,) = _figure(2.5 + max(4.0, 0.28 * len(groups) * (len(names) + 2)), 3.8)
@@ -196,8 +209,7 @@ def speedup_plot(groups: dict[str, list[ArmFigures]]) -> Figure | None:
             for one in own
             if one.arm == name and one.speedup is not None
         ]
-        style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "linestyle": ""}
-        _points(axis, points, label=name, **style)
+        _points(axis, points, label=name, linestyle="", **styles[name])
     axis.axhline(1, color="black", linewidth=1, linestyle="--", zorder=0)
     axis.annotate("plain", (1, 1), xycoords=("axes fraction", "data"), xytext=(-2, 2), textcoords="offset points",
                   ha="right", va="bottom", fontsize=8)  # fmt: skip

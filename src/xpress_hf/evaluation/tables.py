@@ -48,8 +48,8 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
 
 
-def speed_table(figures: Sequence[ArmFigures], dtype: str) -> Table:
-    """Acceptance, speed and agreement of the arms on one benchmark."""
+def speed_table(figures: Sequence[ArmFigures], dtype: str, explained: bool) -> Table:
+    """Acceptance, speed and agreement of the arms on one benchmark. explained: with a note on how to read it."""
     rows = []
     for one in figures:
         speed, ratio, interval, length = one.tokens_per_s, one.speedup, one.speedup_interval, one.acceptance_length
@@ -74,7 +74,8 @@ def speed_table(figures: Sequence[ArmFigures], dtype: str) -> Table:
         f"at a near tie (gap of the two logits at most {bound} of the largest) / parted elsewhere."
     )
     columns = ["arm", "acceptance length", "decode tokens/s", "speed-up", "95 %", "prefill ms", "ids"]
-    return Table(f"{figures[0].benchmark}: {figures[0].prompts} prompts", columns, rows, " ".join([note, *refusals]))
+    title = f"{figures[0].benchmark}: {figures[0].prompts} prompts"
+    return Table(title, columns, rows, " ".join([*refusals, *[note] * explained]))
 
 
 def cycle_table(figures: Sequence[ArmFigures]) -> Table | None:
@@ -122,5 +123,5 @@ def bounds_table(figures: Sequence[ArmFigures]) -> Table | None:
 def run_tables(figures: dict[str, list[ArmFigures]], dtype: str) -> list[Table]:
     """Speed per benchmark, then time and bounds over all of them."""
     overall = next(iter(figures.values()))
-    speeds = [speed_table(own, dtype) for own in figures.values()]
+    speeds = [speed_table(own, dtype, number == len(figures) - 1) for number, own in enumerate(figures.values())]
     return [*speeds, *(table for table in (cycle_table(overall), bounds_table(overall)) if table is not None)]
