@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.conftest import build_cycle_target, build_drafter, build_target, prompt
+from xpress_hf.evaluation.answering import EvaluationSettings
 from xpress_hf.evaluation.arms import MEANINGS, Arm, default_arms, parse_arms
 from xpress_hf.evaluation.benchmark import Benchmark, float32_twin
-from xpress_hf.evaluation.evaluator import EvaluationSettings
 from xpress_hf.evaluation.prompts import BenchmarkPrompt, PromptSet
 from xpress_hf.evaluation.records import PromptRecord, read_records
 from xpress_hf.evaluation.time_split import DecodeClock

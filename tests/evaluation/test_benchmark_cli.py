@@ -5,8 +5,6 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from tests.conftest import build_drafter, build_target
-from tests.training.chat_fixtures import build_tokenizer
 from xpress_hf import cli
 from xpress_hf.evaluation import answering
 from xpress_hf.evaluation.agreement import Difference
@@ -14,17 +12,14 @@ from xpress_hf.evaluation.records import read_records
 
 
 @pytest.fixture
-def folders(tmp_path):
-    tokenizer = build_tokenizer()
-    build_target(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    build_drafter(vocab_size=len(tokenizer), mask_token_id=3, block_size=4).save_pretrained(tmp_path / "drafter")
+def sources(folders):
+    """The folder with two files of prompts more."""
     for name in ("one", "two"):
         rows = [
             {"id": f"{name}/{number}", "benchmark": name, "turns": [f"{name} weather {number}"]} for number in (1, 2)
         ]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
+        (folders / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folders
 
 
 def invoke(*arguments):
@@ -37,10 +32,10 @@ def benchmark(folder, *arguments):
     return invoke("benchmark", *pair, *sources, *arguments)
 
 
-def test_a_run_and_its_page(folders):
+def test_a_run_and_its_page(sources):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib, which the extra `eval` brings")
-    path, page = folders / "rows.jsonl", folders / "pages" / "report.html"
-    outcome = benchmark(folders, "--arms", "bare,refined,sweeps", "--output", path, "--json")
+    path, page = sources / "rows.jsonl", sources / "pages" / "report.html"
+    outcome = benchmark(sources, "--arms", "bare,refined,sweeps", "--output", path, "--json")
     assert outcome.exit_code == 0, outcome.output
     printed = json.loads(outcome.stdout)
     assert [one["benchmark"] for one in printed["figures"]][::5] == ["all", "one", "two"]
@@ -51,7 +46,7 @@ def test_a_run_and_its_page(folders):
     header, records = read_records(path)
     assert printed["run"] == header
     assert len(records) == 4 * 5
-    assert header["drafter"]["name"] == str(folders / "drafter")
+    assert header["drafter"]["name"] == str(sources / "drafter")
     assert header["judge_dtype"] == "float32"
 
     outcome = invoke("report", path, "--output", page, "--json")
@@ -71,8 +66,8 @@ def test_a_run_and_its_page(folders):
     assert "Comparison" in page.read_text()
 
 
-def test_people_read_tables(folders):
-    outcome = benchmark(folders, "--limit", "1", "--assistant", folders / "target", "--control", folders / "drafter")
+def test_people_read_tables(sources):
+    outcome = benchmark(sources, "--limit", "1", "--assistant", sources / "target", "--control", sources / "drafter")
     assert outcome.exit_code == 0, outcome.output
     words = " ".join(outcome.output.split())
     for arm in ("plain", "prompt-lookup", "assistant", "dflash", "bare", "refined", "control"):
@@ -81,7 +76,7 @@ def test_people_read_tables(folders):
         assert text in words, text
 
 
-def test_other_ids_are_refused_a_speed_figure(folders, monkeypatch):
+def test_other_ids_are_refused_a_speed_figure(sources, monkeypatch):
     """The texts of one arm leave plain generate where no tie explains it."""
     real, seen = answering.first_difference, []
 
@@ -90,7 +85,7 @@ def test_other_ids_are_refused_a_speed_figure(folders, monkeypatch):
         return Difference(20, 0.5) if len(seen) % 2 else real(*arguments)
 
     monkeypatch.setattr(answering, "first_difference", first_difference)
-    outcome = benchmark(folders, "--arms", "bare,refined", "--json")
+    outcome = benchmark(sources, "--arms", "bare,refined", "--json")
     assert outcome.exit_code == 1
     bare, refined = json.loads(outcome.stdout)["figures"][1:3]
     assert bare["tokens_per_s"] is bare["speedup"] is bare["bounds"] is None
@@ -99,8 +94,8 @@ def test_other_ids_are_refused_a_speed_figure(folders, monkeypatch):
     assert "No speed figure for bare: 4 of 4 texts" in " ".join(outcome.stderr.split())
 
 
-def test_an_interruption_leaves_whole_prompts(folders, monkeypatch):
-    path = folders / "rows.jsonl"
+def test_an_interruption_leaves_whole_prompts(sources, monkeypatch):
+    path = sources / "rows.jsonl"
     real = cli.benchmark.__globals__["Benchmark"]._converse
 
     def converse(self, prompt, *arguments):
@@ -109,7 +104,7 @@ def test_an_interruption_leaves_whole_prompts(folders, monkeypatch):
         return real(self, prompt, *arguments)
 
     monkeypatch.setattr("xpress_hf.evaluation.benchmark.Benchmark._converse", converse)
-    outcome = benchmark(folders, "--arms", "bare", "--output", path)
+    outcome = benchmark(sources, "--arms", "bare", "--output", path)
     assert outcome.exit_code == 1
     assert "interrupted: answers are in" in " ".join(outcome.output.split())
     assert [(row.id, row.arm) for row in read_records(path)[1]] == [
@@ -132,6 +127,6 @@ def test_bad_reports(arguments, error, tmp_path):
     assert not (tmp_path / "r.html").exists()
 
 
-def test_an_unknown_arm(folders):
-    outcome = benchmark(folders, "--arms", "bare,fastest")
+def test_an_unknown_arm(sources):
+    outcome = benchmark(sources, "--arms", "bare,fastest")
     assert "unknown arm 'fastest'" in str(outcome.exception)

@@ -9,10 +9,10 @@ import torch
 import typer
 from rich.console import Console
 
+from ..evaluation.answering import EvaluationSettings
 from ..evaluation.arms import MEANINGS, default_arms, parse_arms
 from ..evaluation.benchmark import Benchmark, float32_twin
 from ..evaluation.comparison import compare, comparison_table, differing_settings
-from ..evaluation.evaluator import EvaluationSettings
 from ..evaluation.figures import ArmFigures, figures
 from ..evaluation.prompts import load_prompts
 from ..evaluation.records import read_records

@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .agreement import first_difference
-from .evaluator import EvaluationSettings
 from .prompts import BenchmarkPrompt, encode_prompt
 from .records import Agreement
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """How prompts are answered.
+
+    Args:
+        max_new_tokens: longest answer.
+        temperatures: 0 = greedy; above 0 the whole law is sampled (no top-k, no top-p).
+        seeds: draws per sampled answer; greedy answers are made once.
+        chat_template_kwargs: switches of the chat template.
+        agreement: whether greedy answers are compared with plain generate, which costs a second run of each.
+    """
+
+    max_new_tokens: int = 256
+    temperatures: tuple[float, ...] = (0.0,)
+    seeds: tuple[int, ...] = (0,)
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    agreement: bool = True
+
+    def __post_init__(self):
+        if self.max_new_tokens < 1:
+            raise ValueError(f"`max_new_tokens` must be >= 1, got {self.max_new_tokens}.")
+        for name in ("temperatures", "seeds"):
+            values = getattr(self, name)
+            if not values or min(values) < 0 or len(set(values)) < len(values):
+                raise ValueError(f"`{name}` must be different numbers >= 0, got {list(values)}.")
+
+    @property
+    def draws(self) -> list[tuple[float, int]]:
+        """Temperature and seed of every answer to one prompt."""
+        return [
+            (temperature, seed)
+            for temperature in self.temperatures
+            for seed in (self.seeds if temperature else self.seeds[:1])
+        ]
 
 
 class Answering:
@@ -77,3 +114,9 @@ class Answering:
     def agreement(self, prompt_length: int, plain_ids: torch.Tensor, ids: torch.Tensor) -> Agreement:
         """A greedy text against that of plain generate, both [S] with the prompt."""
         return Agreement.of(first_difference(self.judge, prompt_length, plain_ids, ids), prompt_length)
+
+
+def stream_seed(prompt: BenchmarkPrompt, turn: int, seed: int) -> int:
+    """Seed of one answer: no two answers of a run share their random numbers."""
+    name = f"{seed}/{prompt.benchmark}/{prompt.id}/{turn}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")

@@ -12,9 +12,8 @@ import psutil
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .answering import Answering
+from .answering import Answering, EvaluationSettings, stream_seed
 from .arms import ASSISTANT, CONTROL, LOOKUP, PLAIN, Arm
-from .evaluator import EvaluationSettings, stream_seed
 from .prompts import BenchmarkPrompt, PromptSet
 from .records import Agreement, PromptRecord, RecordFile, describe_model, run_header
 from .time_split import DecodeClock, span_cost_s
@@ -135,8 +134,9 @@ class Benchmark(Answering):
                 break
             runs = {}
             for arm in order:
-                torch.manual_seed(stream_seed(prompt, turn, seed))
-                runs[arm.name] = self._timed(arm, ids, temperature)
+                with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+                    torch.manual_seed(stream_seed(prompt, turn, seed))
+                    runs[arm.name] = self._timed(arm, ids, temperature)
             plain = runs[PLAIN][0]
             for arm in self.arms:
                 run, clock = runs[arm.name]

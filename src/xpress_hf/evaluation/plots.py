@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ..decoding.acceptance import AcceptanceRecord
 from .arms import ASSISTANT, BARE, CONTROL, DFLASH, LOOKUP, PLAIN
-from .comparison import BEYOND, Difference
+from .comparison import BEYOND, LENGTH, SPEED, SPEEDUP, Difference
 from .figures import ArmFigures
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C8C8C")
@@ -221,7 +221,7 @@ def speedup_plot(groups: dict[str, list[ArmFigures]]) -> Figure | None:
 
 def comparison_plot(differences: Sequence[Difference]) -> Figure:
     """Differences of two runs with their intervals, one panel per figure."""
-    names = list(dict.fromkeys(one.figure for one in differences))
+    names = [name for name in (LENGTH, SPEEDUP, SPEED) if any(one.figure == name for one in differences)]
     most = max(sum(one.figure == name for one in differences) for name in names)
     figure, axes = _figure(4.2 * len(names), 1.4 + 0.4 * most, len(names))
     for axis, name in zip(axes, names, strict=True):
@@ -235,5 +235,5 @@ def comparison_plot(differences: Sequence[Difference]) -> Figure:
         axis.axvline(0, color="black", linewidth=1)
         labels = [one.arm + (f", T = {one.temperature:g}" if one.temperature else "") for one in own]
         axis.set_yticks(range(len(own)), labels)
-        axis.set(xlabel=f"difference of {name}", ylim=(len(own) - 0.5, -0.5))
+        axis.set(xlabel=f"{name}: second - first", ylim=(len(own) - 0.5, -0.5))
     return figure
