@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..evaluation.evaluator import EvaluationSettings, Evaluator
-from ..evaluation.prompts import HUB, load_prompts
+from ..evaluation.explain import Explainer, Finding, print_findings
+from ..evaluation.prompts import HUB, PromptSet, load_prompts
 from ..evaluation.summary import MORE_DEFINITIONS, print_summary, summarize
 from .common import (
     AsJson,
@@ -26,6 +28,9 @@ from .common import (
     load_drafter,
     load_target,
 )
+
+# Prompts that causes are looked for on.
+EXPLAIN_PROMPTS = 8
 
 PromptSources = Annotated[
     list[str],
@@ -57,6 +62,10 @@ def evaluate(
     new_block_size: Annotated[
         int | None, typer.Option(min=2, help="Longer block of the expansion bound. [default: half as long again]")
     ] = None,
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help=f"Look for causes of low acceptance on {EXPLAIN_PROMPTS} prompts."),
+    ] = False,
     output: Annotated[
         Path | None, typer.Option(help="JSON Lines file of records; one that exists is continued.")
     ] = None,
@@ -98,8 +107,29 @@ def evaluate(
         console.print(f"not asked, no room in the context: {text}", highlight=False, markup=False)
     groups = summarize(records, str(model.dtype).removeprefix("torch."), new_block_size)
     print_summary(groups, console)
+    findings = look_for_causes(evaluator, sets, console) if explain else []
     # Without a float32 judge a difference in half precision proves nothing.
     is_exact = judge is not None or model.dtype == torch.float32
     others = sum((group["agreement"] or {"other": 0})["other"] for group in groups)
     figures: dict[str, Any] = {"run": evaluator.header(sets), "groups": groups, "skipped": evaluator.skipped}
+    figures |= {"findings": [asdict(finding) for finding in findings]} if explain else {}
     finish({**figures, "definitions": MORE_DEFINITIONS}, not (is_exact and others), as_json)
+
+
+def look_for_causes(evaluator: Evaluator, sets: list[PromptSet], console: Console) -> list[Finding]:
+    """Findings on a few prompts of the run, printed."""
+    prompts = [prompt for one in sets for prompt in one.prompts]
+    settings = evaluator.settings
+    explainer = Explainer(
+        evaluator.target,
+        evaluator.tokenizer,
+        evaluator.drafter,
+        # From all over the sources.
+        prompts[:: max(1, len(prompts) // EXPLAIN_PROMPTS)][:EXPLAIN_PROMPTS],
+        settings.max_new_tokens,
+        settings.chat_template_kwargs,
+    )
+    with console.status("looking for causes") as status:
+        findings = explainer.run(lambda name: status.update(f"looking for causes: {name}"))
+    print_findings(findings, console)
+    return findings

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..configuration import XPressConfig
+from ..fingerprint import weights_hash
 from ..modeling.drafter import XPressDrafter
 
 
@@ -37,8 +38,20 @@ def config_for_target(
         "num_target_layers": config.num_hidden_layers,
         "target_layer_ids": list(target_layer_ids),
         "mask_token_id": mask_token_id,
+        "target": target_facts(model),
     }
     return XPressConfig(**{key: value for key, value in {**values, **overrides}.items() if value is not None})
+
+
+def target_facts(model: PreTrainedModel) -> dict[str, Any]:
+    """What tells later whether a drafter meets the target that it learned from."""
+    facts = {
+        "name": model.name_or_path or None,
+        "revision": getattr(model.config, "_commit_hash", None),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights_hash": weights_hash(model),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def target_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
