@@ -29,11 +29,11 @@ from .common import (
     Seeds,
     Temperatures,
     TemplateSwitches,
-    answers_bar,
     finish,
     json_object,
     load_drafter,
     load_target,
+    watch_answers,
 )
 from .evaluate import PromptSources
 
@@ -85,14 +85,9 @@ def benchmark(
     header = run.header(sets, names)
     with console.status("warming up"):
         run.warm_up()
-    with answers_bar(console) as progress:
-        task = progress.add_task("answers", total=run.num_answers(sets))
-        try:
-            records = run.run(sets, header, output, lambda count: progress.advance(task, count))
-        except KeyboardInterrupt:
-            kept = "nothing was kept; name an --output to go on from" if output is None else f"answers are in {output}"
-            console.print(f"interrupted: {kept}", highlight=False, markup=False)
-            raise typer.Exit(1) from None
+    records = watch_answers(
+        lambda on_answer: run.run(sets, header, output, on_answer), run.num_answers(sets), output, console
+    )
     for text in run.skipped:
         console.print(f"not asked, no room in the context: {text}", highlight=False, markup=False)
     found = figures(header, records)

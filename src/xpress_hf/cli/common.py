@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..demo import load_demo_drafter, load_demo_target
+from ..evaluation.records import PromptRecord
 from ..modeling.drafter import XPressDrafter
 
 DEMO = "demo"
@@ -42,10 +44,25 @@ TemplateSwitches = Annotated[
 ]
 
 
-def answers_bar(console: Console) -> Progress:
-    """A bar with answers done and both times."""
+def watch_answers(
+    answer: Callable[[Callable[[int], None]], list[PromptRecord]], total: int, output: Path | None, console: Console
+) -> list[PromptRecord]:
+    """Runs `answer` under a progress bar; where the user interrupts it, says what is kept and ends with exit code 1.
+
+    Args:
+        answer: is handed a function to call with the number of answers that were added.
+        total: answers of a whole run.
+        output: file of the records.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TimeRemainingColumn(), console=console)
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task("answers", total=total)
+        try:
+            return answer(lambda count: progress.advance(task, count))
+        except KeyboardInterrupt:
+            kept = "nothing was kept; name an --output to go on from" if output is None else f"answers are in {output}"
+            console.print(f"interrupted: {kept}", highlight=False, markup=False)
+            raise typer.Exit(1) from None
 
 
 def load_target(
