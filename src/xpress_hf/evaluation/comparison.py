@@ -11,14 +11,12 @@ import numpy as np
 
 from .arms import PLAIN
 from .bootstrap import Interval, bootstrap, pooled_ratio, pooled_ratio_difference
-from .figures import ArmFigures, PromptTotals, figures, totals_by_prompt
+from .figures import LEAST_PROMPTS, ArmFigures, PromptTotals, figures, totals_by_prompt
 from .records import PromptRecord
 from .tables import Table
 
 Run = tuple[dict[str, Any], list[PromptRecord]]
 
-# With five, a difference of the same sign on every prompt still happens by chance once in 16 times.
-LEAST_PROMPTS = 6
 NOISE, BEYOND, TOO_FEW = "noise", "beyond noise", "too few prompts"
 LENGTH, SPEEDUP, SPEED = "acceptance length", "speed-up", "decode tokens/s"
 

@@ -14,6 +14,8 @@ from .bootstrap import Interval, bootstrap, pooled_ratio
 from .records import PromptRecord
 
 ALL = "all"
+# With five prompts, a difference of the same sign on every one of them still happens by chance once in 16 times.
+LEAST_PROMPTS = 6
 
 
 @dataclass(frozen=True)

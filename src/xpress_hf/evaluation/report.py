@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .comparison import Difference, Run, compare, comparison_table, differing_settings
+from .comparison import Run, compare, comparison_table, differing_settings
 from .figures import ArmFigures, figures
 from .metric import DEFINITIONS
 from .tables import Table, run_tables
@@ -44,7 +44,7 @@ def run_report(header: dict[str, Any], records: Sequence[Any]) -> str:
         parts += [table.to_html() for table in run_tables(groups, header["dtype"])]
         parts += [_figure(*picture) for picture in pictures(header, groups)]
     parts.append(_definitions())
-    return _page(f"{_name(header, 'drafter')} on {_name(header, 'target')}", parts)
+    return _page(f"Drafter {_name(header, 'drafter')} on target {_name(header, 'target')}", parts)
 
 
 def comparison_report(first: Run, second: Run) -> str:
@@ -105,7 +105,7 @@ def _law(temperature: float) -> str:
 
 
 def _name(header: dict[str, Any], model: str) -> str:
-    return str((header.get(model) or {}).get("name") or model)
+    return str((header.get(model) or {}).get("name") or "without name")
 
 
 def _settings(header: dict[str, Any]) -> str:
@@ -119,7 +119,7 @@ def _settings(header: dict[str, Any]) -> str:
 
 
 def _definitions() -> str:
-    return Table("Definitions", ["", ""], [list(pair) for pair in DEFINITIONS.items()]).to_html()
+    return _html_table(Table("Definitions", ["", ""], [list(pair) for pair in DEFINITIONS.items()]), "settings")
 
 
 def _html_table(table: Table, kind: str) -> str:
@@ -139,8 +139,3 @@ def _page(title: str, parts: Sequence[str]) -> str:
         f'<!DOCTYPE html>\n<html lang="en">\n<head><meta charset="utf-8"><title>{title}</title>\n'
         f"<style>{STYLE}</style></head>\n<body>\n<h1>{title}</h1>\n{body}\n</body>\n</html>\n"
     )
-
-
-def comparison_figures(differences: Sequence[Difference]) -> list[dict[str, Any]]:
-    """For JSON."""
-    return [one.to_dict() for one in differences]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.table import Table as RichTable
 
 from .agreement import FLOAT32_TIE, HALF_PRECISION_TIE
-from .figures import ArmFigures
+from .figures import LEAST_PROMPTS, ArmFigures
 from .time_split import PARTS
 
 NOTHING = "-"
@@ -74,8 +74,10 @@ def speed_table(figures: Sequence[ArmFigures], dtype: str, explained: bool) -> T
         f"at a near tie (gap of the two logits at most {bound} of the largest) / parted elsewhere."
     )
     columns = ["arm", "acceptance length", "decode tokens/s", "speed-up", "95 %", "prefill ms", "ids"]
+    few = f"Fewer than {LEAST_PROMPTS} prompts: the intervals are narrower than the truth allows."
+    notes = [*refusals, *[few] * (figures[0].prompts < LEAST_PROMPTS), *[note] * explained]
     title = f"{figures[0].benchmark}: {figures[0].prompts} prompts"
-    return Table(title, columns, rows, " ".join([*refusals, *[note] * explained]))
+    return Table(title, columns, rows, " ".join(notes))
 
 
 def cycle_table(figures: Sequence[ArmFigures]) -> Table | None:
