@@ -69,8 +69,12 @@ def build(name: str, start: str) -> XPressDrafter:
     return drafter
 
 
-def train(name: str, target, args: argparse.Namespace, folder: Path) -> None:
-    recipe, options, more = ARMS[name]
+def train(
+    drafter: XPressDrafter, target, recipe: str, options: dict, args: argparse.Namespace, folder: Path, **more
+) -> None:
+    """One arm; nothing where `folder` holds a finished one."""
+    if (folder / "train.json").exists():
+        return
     arguments = DrafterTrainingArguments(
         output_dir=str(folder),
         recipe=recipe,
@@ -93,7 +97,7 @@ def train(name: str, target, args: argparse.Namespace, folder: Path) -> None:
         **more,
     )
     start = time.perf_counter()
-    trainer = DrafterTrainer(build(name, args.start), arguments, target, train_dataset=FeatureDataset(args.features))
+    trainer = DrafterTrainer(drafter, arguments, target, train_dataset=FeatureDataset(args.features))
     trainer.train()
     trainer.save_model()
     (folder / "train.json").write_text(
@@ -101,28 +105,37 @@ def train(name: str, target, args: argparse.Namespace, folder: Path) -> None:
     )
 
 
-def measure(name: str, target, tokenizer, prompts, args: argparse.Namespace, folder: Path) -> list[dict]:
-    """One row per prompt and temperature, kept in `folder`."""
+def measure(
+    drafter: XPressDrafter,
+    target,
+    tokenizer,
+    prompts,
+    args: argparse.Namespace,
+    folder: Path,
+    temperatures: tuple[int, ...] = (0, 1),
+) -> list[dict]:
+    """One row per prompt and temperature, kept in `folder`; what is there is not measured again."""
     path = folder / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     done = {(row["id"], row["temperature"]) for row in rows}
-    drafter = XPressDrafter.from_pretrained(folder, dtype=torch.bfloat16).eval()
-    if name == "markov head":
-        drafter.refiner.__class__ = MarkovHead
-    drafter.speculation.sweeps = None if drafter.refiner is None else args.sweeps
     with open(path, "a", encoding="utf-8") as file:
-        for prompt in track(prompts, description=name):
-            ids = encode_prompt(tokenizer, prompt.turns[0], target.device)
-            for temperature in (0, 1):
-                if (prompt.id, temperature) in done:
-                    continue
-                options = {"do_sample": True, "temperature": 1.0} if temperature else {"do_sample": False}
+        for temperature in temperatures:
+            open_prompts = [prompt for prompt in prompts if (prompt.id, temperature) not in done]
+            options = {"do_sample": True, "temperature": 1.0} if temperature else {"do_sample": False}
+            for start in track(
+                range(0, len(open_prompts), args.batch), description=f"{folder.name}, T = {temperature}"
+            ):
+                batch = open_prompts[start : start + args.batch]
+                texts = [encode_prompt(tokenizer, prompt.turns[0], target.device)[0].tolist() for prompt in batch]
+                inputs = tokenizer.pad({"input_ids": texts}, padding_side="left", return_tensors="pt")
                 torch.manual_seed(0)
-                target.generate(ids, assistant_model=drafter, max_new_tokens=args.new, top_k=0, **options)
-                record = drafter.last_acceptance
-                row = {"id": prompt.id, "temperature": temperature, "kept": record.accepted}
-                file.write(json.dumps(row) + "\n")
-                rows.append(row)
+                target.generate(**inputs, assistant_model=drafter, max_new_tokens=args.new, top_k=0, **options)
+                for prompt, record in zip(batch, drafter.last_row_acceptance, strict=True):
+                    row = {"id": prompt.id, "temperature": temperature}
+                    row.update(kept=record.accepted, verified=record.verified)
+                    file.write(json.dumps(row) + "\n")
+                    rows.append(row)
+                file.flush()
     return rows
 
 
@@ -131,12 +144,24 @@ def table(rows: list[dict]) -> np.ndarray:
     return np.array([[sum(row["kept"]), len(row["kept"])] for row in rows])
 
 
-def report(measured: dict[str, list[dict]], args: argparse.Namespace) -> str:
-    lines = [
-        f"command: python {' '.join(sys.argv)}",
+def difference(left: list[dict], right: list[dict]) -> str:
+    """95 % interval over prompts of two pooled acceptance lengths, `left` - `right`."""
+    found = bootstrap(np.hstack([table(left), table(right)]), pooled_ratio_difference)
+    return f"[{found.low:+.3f}, {found.high:+.3f}]"
+
+
+def provenance(args: argparse.Namespace) -> str:
+    return (
+        f"command: python {' '.join(sys.argv)}\n"
         f"torch {torch.__version__}, transformers {transformers.__version__}, xpress_hf {xpress_hf.__version__}; "
         f"{cpu_name()}, {torch.get_num_threads()} threads; bfloat16; {args.limit} prompts each of "
-        f"{' and '.join(FILES)}, {args.new} new tokens; {args.steps} steps of 192 blocks",
+        f"{' and '.join(FILES)}, {args.new} new tokens; {args.steps} steps of at most 192 blocks"
+    )
+
+
+def report(measured: dict[str, list[dict]], args: argparse.Namespace) -> str:
+    lines = [
+        provenance(args),
         "| arm | T = 0 | minus xpress, 95 % | T = 1 | minus xpress, 95 % |",
         "| --- | --- | --- | --- | --- |",
     ]
@@ -148,33 +173,51 @@ def report(measured: dict[str, list[dict]], args: argparse.Namespace) -> str:
                 for some in (rows, measured.get("xpress", rows))
             )
             value = 1 + pooled_ratio(table(own))
-            found = bootstrap(np.hstack([table(own), table(other)]), pooled_ratio_difference)
-            cells += [f"{value:.3f}", "" if name == "xpress" else f"[{found.low:+.3f}, {found.high:+.3f}]"]
+            cells += [f"{value:.3f}", "" if name == "xpress" else difference(own, other)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def trained(name: str, folder: Path, args: argparse.Namespace) -> XPressDrafter:
+    """The drafter of an arm as generate() runs it."""
+    drafter = XPressDrafter.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    if name == "markov head":
+        drafter.refiner.__class__ = MarkovHead
+    drafter.speculation.sweeps = None if drafter.refiner is None else args.sweeps
+    return drafter
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """Options of all scripts that train and measure arms."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--start", required=True, help="drafter without refiner that all arms start from")
     parser.add_argument("--features", required=True, help="folder of features of the embedded target")
     parser.add_argument("--data", required=True, help=f"folder with {' and '.join(FILES)}")
     parser.add_argument("--output", required=True, help="folder for drafters and rows")
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--sweeps", type=int, default=2, help="sweeps in decoding")
+    parser.add_argument("--sweeps", type=int, default=2, help="sweeps of a refiner in decoding")
     parser.add_argument("--limit", type=int, default=40, help="prompts of each file")
+    parser.add_argument("--batch", type=int, default=16, help="prompts answered together")
     parser.add_argument("--new", type=int, default=64, help="new tokens per prompt")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    args = options.parse_args()
     transformers.logging.set_verbosity_error()
     target, tokenizer = load_demo_target(report=print)
     prompts = [prompt for name in FILES for prompt in read_prompts(Path(args.data) / name, args.limit)]
     folders = {name: Path(args.output) / name.replace(" ", "-") for name in args.arms}
     for name, folder in folders.items():
-        if not (folder / "train.json").exists():
-            train(name, target, args, folder)
-    measured = {name: measure(name, target, tokenizer, prompts, args, folder) for name, folder in folders.items()}
+        recipe, fields, more = ARMS[name]
+        train(build(name, args.start), target, recipe, fields, args, folder, **more)
+    measured = {
+        name: measure(trained(name, folder, args), target, tokenizer, prompts, args, folder)
+        for name, folder in folders.items()
+    }
     print(report(measured, args))
 
 

@@ -236,14 +236,26 @@ def test_padding_that_is_not_on_the_left_is_refused(target, hole):
         target.generate(ids, attention_mask=mask, assistant_model=build_drafter(), max_new_tokens=4, pad_token_id=0)
 
 
-def test_arguments_with_something_per_token_are_refused_by_name():
-    target = build_target("gpt2")
+@pytest.mark.parametrize("lengths", [(9,), (9, 6)])
+def test_token_types_go_on_with_the_last_one(lengths):
+    """Plain generate extends them so; here the first half of a prompt is of another type than the rest."""
+    target = build_target("gpt2", type_vocab_size=2)
+    ids, mask, _ = ragged(lengths)
+    types = (torch.arange(ids.shape[1]) > 4).long().expand_as(ids)
+    options = {"attention_mask": mask, "token_type_ids": types, "max_new_tokens": 16, "pad_token_id": 0}
+    options["do_sample"] = False
+    drafter = build_drafter()
+    out = target.generate(ids, assistant_model=drafter, **options)
+    assert torch.equal(out, target.generate(ids, **options))
+
+
+def test_an_argument_per_row_is_refused_by_name(target):
     ids, mask, _ = ragged((9, 9))
-    with pytest.raises(ValueError, match="token_type_ids"):
+    with pytest.raises(ValueError, match="cu_seq_lens_q"):
         target.generate(
             ids,
             attention_mask=mask,
-            token_type_ids=torch.ones_like(ids),
+            cu_seq_lens_q=torch.tensor([0, 9]),
             assistant_model=build_drafter(),
             max_new_tokens=4,
             pad_token_id=0,

@@ -187,7 +187,8 @@ def test_explicit_position_ids(target):
     assert torch.equal(out, target.generate(ids, **options))
 
 
-def test_a_cached_prefix_is_refused_by_name(target, drafter):
+def test_the_stock_loop_refuses_a_cached_prefix_by_name(target, drafter):
+    drafter.speculation.loop = "stock"
     first = target.generate(
         prompt(), assistant_model=drafter, max_new_tokens=12, do_sample=False, return_dict_in_generate=True
     )

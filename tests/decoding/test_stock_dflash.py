@@ -34,7 +34,7 @@ def test_same_drafts_as_the_stock_path(monkeypatch, tmp_path, refiner, layer_typ
     window = 64 if "sliding_attention" in layer_types else None
     build_drafter(refiner=refiner, layer_types=layer_types, sliding_window=window).save_pretrained(tmp_path)
     drafter = XPressDrafter.from_pretrained(tmp_path)
-    drafter.speculation.sweeps = 0
+    drafter.speculation.sweeps, drafter.speculation.loop = 0, "stock"
     theirs, ours = spy(monkeypatch, stock), spy(monkeypatch, XPressCandidateGenerator)
     options = {"max_new_tokens": 40, "do_sample": False}
     expected = plain(target, ids, max_new_tokens=40)

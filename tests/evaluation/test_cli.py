@@ -46,6 +46,15 @@ def test_people_read_a_table_and_the_definitions(folders):
         assert words in outcome.output
 
 
+def test_causes_are_looked_for_on_demand(folders):
+    outcome = evaluate(folders, "--limit", "1", "--no-agreement", "--explain", "--json")
+    assert outcome.exit_code == 0, outcome.output
+    figures = json.loads(outcome.stdout)
+    assert {"mask id", "embedding scale", "template"} <= {finding["check"] for finding in figures["findings"]}
+    assert figures["groups"][0]["agreement"] is None
+    assert "findings" not in json.loads(evaluate(folders, "--limit", "1", "--no-agreement", "--json").stdout)
+
+
 def test_another_text_than_plain_is_exit_code_1(folders, monkeypatch):
     monkeypatch.setattr("xpress_hf.evaluation.answering.first_difference", lambda *args: Difference(12, 0.5))
     outcome = evaluate(folders, "--limit", "1")

@@ -7,6 +7,7 @@ distance of their tokens in every row, which is what window masks count. Columns
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 
@@ -29,15 +30,21 @@ def keep_rows(cache: Cache, rows: torch.Tensor) -> None:
             layer.values = layer.values[rows.to(layer.values.device)]
 
 
-def aligned_columns(total: int, dropped: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+def aligned_columns(total: int, dropped: torch.Tensor, width: int) -> torch.Tensor:
     """Old columns in their new order when each row loses its last `dropped` [R] of `total` columns.
 
-    The new width is the largest `valid` [R], the number of valid columns a row has afterwards; rows with fewer are
-    padded on the left by columns that count for nothing. -> [R, max(valid)]
+    `width` is the largest number of valid columns that a row has afterwards; rows with fewer are padded on the left by
+    columns that count for nothing. -> [R, width]
     """
-    width = int(valid.max())
     ends = total - dropped
     return (ends[:, None] - width + torch.arange(width, device=dropped.device)).clamp(min=0)
+
+
+def recording_cache(cache: Cache) -> Cache:
+    """The cache of one sequence, told to keep what a rejected draft would overwrite in windowed layers."""
+    if hasattr(cache, "activate_past_recording"):
+        cache.activate_past_recording()
+    return cache
 
 
 def ragged_cache(cache: Cache) -> Cache:
@@ -53,3 +60,23 @@ def ragged_cache(cache: Cache) -> Cache:
             f"{type(cache).__name__} with {cache.get_seq_length()} tokens; leave it and `cache_implementation` out."
         )
     return DynamicCache()
+
+
+def row_columns(cache: Cache, number: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values [heads, count, D] of the last `count` columns of one row, layer by layer."""
+    layers = (layer for layer in cache.layers if layer.is_initialized)
+    return [(layer.keys[number, :, -count:].clone(), layer.values[number, :, -count:].clone()) for layer in layers]
+
+
+def joined_cache(rows: list[list[tuple[torch.Tensor, torch.Tensor]]], pads: list[int]) -> Cache:
+    """One cache of rows that ended apart: `pads` columns of zeros before each row, zeros behind the shorter ones."""
+    cache = DynamicCache()
+    width = max(before + layers[0][0].shape[1] for before, layers in zip(pads, rows, strict=True))
+    for index in range(len(rows[0])):
+        states = []
+        for part in range(2):
+            own = [layers[index][part] for layers in rows]
+            sides = [(before, width - before - one.shape[1]) for before, one in zip(pads, own, strict=True)]
+            states.append(torch.stack([pad(one, (0, 0, *side)) for one, side in zip(own, sides, strict=True)]))
+        cache.update(states[0], states[1], index)
+    return cache

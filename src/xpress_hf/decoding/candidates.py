@@ -81,6 +81,11 @@ class SlotChooser:
         processors: logits processors of the generate() call.
         do_sample: draw instead of taking the largest.
         forbidden_ids: ids the draft never takes: their probability is zero in the law the draft is drawn from.
+
+    Attributes:
+        laws: [R, D, V] logits of the last sweep after the processors.
+        usable: [R] leading slots that have something to draw. Which slot is the first without depends on earlier slots
+            only, so a draft that ends before it biases no law.
     """
 
     def __init__(
@@ -88,7 +93,7 @@ class SlotChooser:
         input_ids: torch.Tensor,
         processors: LogitsProcessorList,
         do_sample: bool,
-        forbidden_ids: torch.Tensor | None,
+        forbidden_ids: torch.Tensor | None = None,
     ):
         self.input_ids = input_ids
         self.processors = processors
@@ -96,22 +101,30 @@ class SlotChooser:
         self.forbidden_ids = forbidden_ids
         self.noise: torch.Tensor | None = None
         self.laws: torch.Tensor | None = None
-        self.num_usable = 0
+        self.usable: torch.Tensor | None = None
 
     def __call__(self, logits: torch.Tensor, draft_ids: torch.Tensor | None) -> torch.Tensor:
-        """logits [1, D, V]; draft_ids [1, D] of the previous sweep, `None` in the seed -> ids [1, D]."""
+        """logits [R, D, V]; draft_ids [R, D] of the previous sweep, `None` in the seed -> ids [R, D]. R is 1 unless no
+        processor looks at the ids."""
         device = logits.device
         logits = logits.to(self.input_ids.device)
         if self.do_sample and self.noise is None:
             self.noise = torch.empty_like(logits, dtype=torch.float32).exponential_()
-        self.num_usable = logits.shape[1]
-        if position_free(self.processors):
-            rows = logits[0]
+        if not position_free(self.processors):
+            chosen = self._slot_by_slot(logits, draft_ids)
+        else:
+            laws = logits
             if self.processors:
-                rows = self.processors(self.input_ids.expand(rows.shape[0], -1), rows.float())
-            self.laws = self._forbid(rows, 0)[None]
-            return self._pick(self.laws, self.noise).to(device)
-        return self._slot_by_slot(logits, draft_ids).to(device)
+                rows = logits.flatten(0, 1)
+                laws = self.processors(self.input_ids[:1].expand(len(rows), -1), rows.float()).view(logits.shape)
+            self.laws = self._forbid(laws)
+            chosen = self._pick(self.laws, self.noise)
+        if self.do_sample:
+            drawable = torch.isfinite(self.laws).any(dim=-1)
+            self.usable = drawable.long().cumprod(dim=1).sum(dim=1)
+        else:
+            self.usable = torch.full(logits.shape[:1], logits.shape[1], device=logits.device)
+        return chosen.to(device)
 
     def _slot_by_slot(self, logits: torch.Tensor, draft_ids: torch.Tensor | None) -> torch.Tensor:
         chosen: list[torch.Tensor] = []
@@ -121,24 +134,17 @@ class SlotChooser:
                 chosen if draft_ids is None else list(draft_ids[:, :slot].to(self.input_ids.device).split(1, dim=1))
             )
             prefix = torch.cat([self.input_ids, *before[:slot]], dim=1)
-            law = self._forbid(self.processors(prefix, logits[:, slot].float().clone()), slot)
+            law = self._forbid(self.processors(prefix, logits[:, slot].float().clone()))
             noise = None if self.noise is None else self.noise[:, slot]
             laws.append(law)
             chosen.append(self._pick(law, noise)[:, None])
         self.laws = torch.stack(laws, dim=1)
         return torch.cat(chosen, dim=1)
 
-    def _forbid(self, rows: torch.Tensor, first_slot: int) -> torch.Tensor:
-        """Laws without forbidden ids. Where nothing is left to draw, the draft has to end before that slot; which
-        slot that is depends on earlier slots only, so the cut biases no law."""
-        if not self.do_sample:
-            return rows
-        if self.forbidden_ids is not None and len(self.forbidden_ids):
-            rows = rows.index_fill(-1, self.forbidden_ids.to(rows.device), -torch.inf)
-        empty = ~torch.isfinite(rows).any(dim=-1)
-        if bool(empty.any()):
-            self.num_usable = min(self.num_usable, first_slot + int(empty.nonzero()[0]))
-        return rows
+    def _forbid(self, laws: torch.Tensor) -> torch.Tensor:
+        if not self.do_sample or self.forbidden_ids is None or not len(self.forbidden_ids):
+            return laws
+        return laws.index_fill(-1, self.forbidden_ids.to(laws.device), -torch.inf)
 
     def _pick(self, laws: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
         if noise is None:
@@ -212,7 +218,7 @@ class XPressCandidateGenerator(CandidateGenerator):
         )
         draft_ids = draft.ids.to(input_ids.device)[:, :room]
         if self.draws_draft:
-            draft_ids = draft_ids[:, : chooser.num_usable]
+            draft_ids = draft_ids[:, : int(chooser.usable[0])]
         else:
             draft_ids = draft_ids[:, : self._length_before_stop(input_ids, draft_ids)]
         self._num_drafted = draft_ids.shape[1]

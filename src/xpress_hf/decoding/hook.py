@@ -26,7 +26,8 @@ from transformers.pipelines import base as pipelines
 
 from ..modeling.drafter import XPressDrafter, is_drafter, unwrap_drafter
 from .candidates import XPressCandidateGenerator
-from .loop import DecodingLoop, generate_rows
+from .loop import DecodingLoop
+from .outputs import build_output
 from .target import check_pair
 
 
@@ -140,18 +141,13 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
             "`inputs_embeds`: verification needs the ids of the prompt, and the loop of some versions drops the mask "
             "without them; pass `input_ids` too, or generate without `assistant_model`."
         )
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(
-            "`past_key_values`: the drafter has no hidden states for a prefix that is only in the cache; call "
-            "generate() with the ids alone, or without `assistant_model`."
-        )
     names = ("logits_processor", "stopping_criteria", "generation_config")
     kwargs.update(zip(names, args, strict=False))
     check_processors(kwargs["logits_processor"])
     drafter = unwrap_drafter(assistant)
-    if input_ids.shape[0] > 1 or _wants_own_loop(drafter):
+    if drafter.speculation.loop != "stock":
         return _decode_rows(self, drafter, input_ids, **kwargs)
+    check_stock_loop(drafter, input_ids, kwargs)
     call = _Call(drafter, kwargs["stopping_criteria"])
     kwargs["stopping_criteria"] = _CommittedOnly(call.stopping_criteria, call)
     token = _current_call.set(call)
@@ -160,21 +156,23 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
     finally:
         _current_call.reset(token)
     call.drafter.last_acceptance = call.generator.record
+    call.drafter.last_row_acceptance = [call.generator.record]
     return output
 
 
-def _wants_own_loop(drafter: XPressDrafter) -> bool:
-    """Whether one sequence runs in our own loop too.
+def check_stock_loop(drafter: XPressDrafter, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
+    """Raises `ValueError` for what only our own loop serves."""
+    for name, wanted in (
+        ("`verification`='block'", drafter.speculation.verification == "block"),
+        ("a batch", input_ids.shape[0] > 1),
+        ("`past_key_values` with a prefix", _cache_of(kwargs).get_seq_length() > 0),
+    ):
+        if wanted:
+            raise ValueError(f"{name} takes our own loop: `speculation.loop` is 'stock', set it to None.")
 
-    Raises:
-        ValueError: the stock loop was asked for together with a rule it does not have.
-    """
-    speculation = drafter.speculation
-    if speculation.verification == "block" and speculation.loop == "stock":
-        raise ValueError(
-            "`verification`='block': the stock loop judges drafts token by token; set `loop` to 'own' or None."
-        )
-    return speculation.loop == "own" or speculation.verification == "block"
+
+def _cache_of(kwargs: dict[str, Any]) -> Any:
+    return kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]
 
 
 # Arguments of the wrapped loop that are not meant for the target's forward.
@@ -194,11 +192,13 @@ _LOOP_ARGUMENTS = (
 def _decode_rows(model: Any, drafter: XPressDrafter, input_ids: torch.Tensor, **kwargs: Any) -> Any:
     """One or many sequences in our own loop."""
     config, streamer = kwargs["generation_config"], kwargs.get("streamer")
-    for name in ("output_attentions", "output_hidden_states"):
-        if config.return_dict_in_generate and getattr(config, name):
-            raise ValueError(f"`{name}`: not available for a batch with a drafter; drop it or generate row by row.")
     if streamer is not None and len(input_ids) > 1:
         raise ValueError("`streamer`: rows of a batch advance at their own pace; stream one sequence per call.")
+    if kwargs.get("synced_gpus"):
+        raise ValueError(
+            "`synced_gpus`: processes whose drafts are kept at different rates do not run in step; gather the "
+            "target's weights and set it to False."
+        )
     loop = DecodingLoop(
         model,
         drafter,
@@ -209,9 +209,11 @@ def _decode_rows(model: Any, drafter: XPressDrafter, input_ids: torch.Tensor, **
         {key: value for key, value in kwargs.items() if key not in _LOOP_ARGUMENTS},
         streamer,
     )
-    output = generate_rows(loop)
-    drafter.last_acceptance = loop.record
-    return output
+    rows = loop.run()
+    drafter.last_row_acceptance = [row.record for row in rows]
+    drafter.last_acceptance = sum(drafter.last_row_acceptance[1:], start=rows[0].record)
+    pad = getattr(config, "_pad_token_tensor", None)
+    return build_output(rows, loop.requested, 0 if pad is None else int(pad), loop.forwards.cache)
 
 
 def _candidate_generator(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,41 +1,38 @@
 """Decoding of one or many sequences with one drafter: every row keeps its own drafts and advances at its own pace.
 
-Symbols: R rows still running, N tokens in a verification (anchor and drafts), D drafts, S new context rows, V
-vocabulary.
+Symbols: R rows still running, N tokens in a verification (anchor and drafts), D drafts, V vocabulary.
 """
 
 from __future__ import annotations
 
-import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache
-from transformers.generation import (
-    GenerateDecoderOnlyOutput,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-)
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ..modeling.backbone import additive_mask, context_visibility
 from ..modeling.drafter import XPressDrafter
 from .acceptance import AcceptanceRecord
-from .caches import aligned_columns, keep_columns, keep_rows, ragged_cache
+from .caches import row_columns
 from .candidates import StopRules, draft_limit, position_free
-from .rows import Context, Row, RowChoosers, RowProcessors
-from .target import Target, tap_request, taps
+from .forwards import TargetForwards
+from .outputs import Requested
+from .rows import Context, Row, RowProcessors, chooser_for
+from .target import Target
 from .verification import block_verification, match, token_rejection
 
 
-def check_forward_arguments(model_kwargs: dict[str, Any]) -> None:
-    """Raises `ValueError` for arguments of the target's forward that hold something per token or row: the loop
-    would have to extend them with every token and drop rows from them."""
-    for name, value in model_kwargs.items():
-        if isinstance(value, torch.Tensor | list | tuple) and name not in ("attention_mask", "position_ids"):
-            raise ValueError(f"`{name}`: a batch with a drafter does not serve it yet; generate row by row.")
+@dataclass(frozen=True)
+class Draft:
+    """Drafts of all rows: ids [R, D], the laws they were drawn from [R, D, V] or `None` for greedy ones, and how many
+    of a row count [R]."""
+
+    ids: torch.Tensor
+    laws: torch.Tensor | None
+    lengths: torch.Tensor
 
 
 class DecodingLoop:
@@ -43,9 +40,9 @@ class DecodingLoop:
 
     Args:
         model: the target. drafter: its drafter.
-        input_ids: [B, S], left-padded where `attention_mask` says so.
+        input_ids: [R, S], left-padded where `attention_mask` says so.
         processors, criteria, config: as generate() prepared them.
-        model_kwargs: arguments of the target's forward, the empty cache among them.
+        model_kwargs: arguments of the target's forward, the cache among them.
         streamer: gets the committed ids of one sequence, token by token.
     """
 
@@ -60,47 +57,38 @@ class DecodingLoop:
         model_kwargs: dict[str, Any],
         streamer: BaseStreamer | None = None,
     ):
-        self.model, self.drafter, self.config = model, drafter, config
+        self.drafter = drafter
         self.target = Target.for_drafter(model, drafter.config)
         self.processors, self.streamer = processors, streamer
         self.do_sample = bool(config.do_sample)
-        self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
+        self.requested = Requested.of(config, model.config)
         rules = StopRules(criteria, config)
-        self.end_ids = set() if rules.end_ids is None else set(rules.end_ids.tolist())
-        self.max_length = rules.max_length
+        self.end_ids, self.max_length = rules.end_ids, rules.max_length
         self.rules = [*rules.others, *rules.times]
         self.batch = len(input_ids)
-        if rules.others and not self.end_ids and self.batch > 1:
+        if rules.others and self.end_ids is None and self.batch > 1:
             raise ValueError(
                 "`stopping_criteria`: without an end id plain generate goes on with rows that a criterion has stopped "
                 "until all have; set `eos_token_id` or generate row by row."
             )
-        check_forward_arguments(model_kwargs)
         self.draft_limit = draft_limit(drafter, config)
         self.judge = block_verification if drafter.speculation.verification == "block" else token_rejection
-        self.cache_name = "cache" if "cache" in model_kwargs else "past_key_values"
-        self.model_kwargs = {**model_kwargs, self.cache_name: ragged_cache(model_kwargs[self.cache_name])}
-        self.takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        mask = model_kwargs.get("attention_mask")
-        mask = torch.ones_like(input_ids) if mask is None else mask
-        if mask.shape != input_ids.shape or bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
-            raise ValueError(
-                "`attention_mask`: a batch with a drafter takes padding on the left only. Set "
-                "`tokenizer.padding_side='left'`; where a prompt itself holds the padding id, pass `attention_mask`."
-            )
-        pads = (mask.cumsum(dim=1) == 0).sum(dim=1).tolist()
+        self.forwards = TargetForwards(
+            model,
+            input_ids,
+            model_kwargs,
+            drafter.config.target_layer_ids,
+            self.requested.extras,
+            config.prefill_chunk_size,
+        )
+        num_drafts = drafter.config.num_draft_tokens
+        pads = (self.forwards.mask.cumsum(dim=1) == 0).sum(dim=1).tolist()
         self.rows = [
-            Row(index, ids, pad, RowProcessors(processors, index, len(input_ids)))
+            Row(index, ids, pad, RowProcessors(processors, index, self.batch), AcceptanceRecord(num_drafts))
             for index, (ids, pad) in enumerate(zip(input_ids, pads, strict=True))
         ]
         self.finished: list[Row] = []
-        self.prompt_mask = mask
-        self.context = Context(drafter)
-        self.record = AcceptanceRecord(drafter.config.num_draft_tokens)
-
-    @property
-    def cache(self) -> Cache:
-        return self.model_kwargs[self.cache_name]
+        self.context = Context(drafter, self.batch)
 
     @torch.no_grad()
     def run(self) -> list[Row]:
@@ -114,56 +102,46 @@ class DecodingLoop:
 
     def _prefill(self) -> None:
         input_ids = torch.stack([row.ids for row in self.rows])
-        inputs = self.model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **self.model_kwargs)
-        inputs["output_hidden_states"] = tap_request(self.layers)
-        if inputs.get("position_ids") is not None and inputs["position_ids"].dim() > 2:
-            raise ValueError(
-                f"{type(self.model).__name__} has positions of several axes, which a batch with a drafter does not "
-                "serve yet; generate row by row."
-            )
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            inputs["logits_to_keep"] = 1
-        outputs = self.model(**inputs)
-        positions = (self.prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
-        given = inputs.get("position_ids")
-        # Positions that the user chose go on where they ended.
-        last = positions[:, -1] if given is None else given[..., -1].reshape(-1).expand(len(self.rows))
-        self.offset = (last - positions[:, -1]).to(input_ids.device)
-        self.context.set_new(
-            taps(outputs.hidden_states, self.layers, self.target.num_layers), positions, self.prompt_mask.bool()
-        )
-        logits = outputs.logits[:, -1:].to(input_ids.device, torch.float32)
-        no_drafts = torch.zeros(len(self.rows), 0, dtype=torch.long, device=input_ids.device)
-        self._commit(no_drafts, None, torch.zeros(len(self.rows), dtype=torch.long, device=input_ids.device), logits)
-
-    @property
-    def layers(self) -> list[int]:
-        return self.drafter.config.target_layer_ids
+        outputs, states = self.forwards.prefill(input_ids)
+        self.context.add(states, [row.pads for row in self.rows], [row.length for row in self.rows])
+        self._commit(self._no_draft(), outputs, first=True)
 
     def _cycle(self) -> None:
-        device = self.rows[0].ids.device
-        room = torch.tensor([self.max_length - len(row.ids) - 1 for row in self.rows], device=device)
-        lengths = room.clamp(min=0, max=self.draft_limit)
-        width = int(lengths.max())
-        laws = None
-        if width:
-            draft_ids, laws, usable = self._draft()
-            lengths = torch.minimum(lengths, usable.to(device))
-            draft_ids, laws = draft_ids[:, :width], None if laws is None else laws[:, :width]
-        else:
-            draft_ids = torch.zeros(len(self.rows), 0, dtype=torch.long, device=device)
+        draft = self._draft()
         anchors = torch.stack([row.ids[-1] for row in self.rows])[:, None]
-        outputs = self._verify(torch.cat([anchors, draft_ids], dim=1))
-        states = taps(outputs.hidden_states, self.layers, self.target.num_layers)
-        starts = torch.tensor([row.length - 1 for row in self.rows], device=device)
-        steps = torch.arange(states.shape[1], device=device)
-        logits = outputs.logits.to(device, torch.float32)
-        self._commit(draft_ids, laws, lengths, logits, states, starts[:, None] + steps)
+        outputs = self.forwards.verify(torch.cat([anchors, draft.ids], dim=1), [row.length - 1 for row in self.rows])
+        self._commit(draft, outputs)
 
-    def _draft(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Drafts of all rows [R, D], when sampling the laws they were drawn from [R, D, V], and how many count [R]."""
-        config, context = self.drafter.config, self.context
+    def _no_draft(self) -> Draft:
         device = self.rows[0].ids.device
+        nothing = torch.zeros(len(self.rows), 0, dtype=torch.long, device=device)
+        return Draft(nothing, None, nothing.sum(dim=1))
+
+    def _draft(self) -> Draft:
+        """One block behind every row, cut to the room that the longest answer leaves."""
+        room = [min(max(self.max_length - len(row.ids) - 1, 0), self.draft_limit) for row in self.rows]
+        if not max(room):
+            return self._no_draft()
+        device = self.rows[0].ids.device
+        anchors = torch.stack([row.ids[-2:] if row.length > 1 else row.ids[-1].expand(2) for row in self.rows])
+        chooser = chooser_for(self.rows, self.processors, self.do_sample)
+        context = self.context
+        draft = self.drafter.draft_block(
+            self.target, anchors, context.new, context.cache, chooser, **self._block_inputs()
+        )
+        context.drafted()
+        lengths = torch.minimum(torch.tensor(room, device=device), chooser.usable.to(device))
+        laws = None
+        if self.do_sample:
+            laws = chooser.laws[:, : max(room)].float().softmax(dim=-1).nan_to_num(0.0)
+        return Draft(draft.ids[:, : max(room)].to(device), laws, lengths)
+
+    def _block_inputs(self) -> dict[str, Any]:
+        """Positions and masks of the next block; none where every context row counts."""
+        context, config = self.context, self.drafter.config
+        if context.dense:
+            return {}
+        device = context.valid.device
         starts = torch.tensor([row.length - 1 for row in self.rows], device=device)
         block = starts[:, None] + torch.arange(config.block_size, device=device)
         kinds = dict(zip(config.layer_types, config.block_attention_per_layer, strict=True))
@@ -174,173 +152,117 @@ class DecodingLoop:
             ).to(self.drafter.device)
             for kind, direction in kinds.items()
         }
-        before = torch.stack([row.ids[-2] if row.length > 1 else row.ids[-1] for row in self.rows])
-        anchors = torch.stack([row.ids[-1] for row in self.rows])
-        choosers = RowChoosers(self.rows, self.processors, self.do_sample)
-        draft = self.drafter.draft_block(
-            self.target,
-            torch.stack([before, anchors], dim=1),
-            context.new,
-            context.cache,
-            choosers,
-            position_ids=torch.cat([context.new_positions, block], dim=1),
-            attention_mask=masks,
-        )
-        context.compact()
-        if not self.do_sample:
-            return draft.ids.to(device), None, torch.full((len(self.rows),), draft.ids.shape[1])
-        return draft.ids.to(device), choosers.laws, choosers.num_usable
-
-    def _verify(self, tokens: torch.Tensor) -> Any:
-        """One forward of the target over anchors and drafts [R, N]."""
-        device = tokens.device
-        width = self.cache.get_seq_length()
-        run = torch.tensor([row.length - 1 for row in self.rows], device=device)
-        columns = torch.arange(width + tokens.shape[1], device=device)
-        inputs: dict[str, Any] = {
-            "input_ids": tokens,
-            "attention_mask": (columns >= (width - run)[:, None]).long(),
-            self.cache_name: self.cache,
-            "use_cache": True,
-            "output_hidden_states": tap_request(self.layers),
-        }
-        if self.takes_positions:
-            inputs["position_ids"] = (run + self.offset)[:, None] + torch.arange(tokens.shape[1], device=device)
-        return self.model(**inputs)
+        new = context.positions[:, -context.new.shape[1] :]
+        return {"position_ids": torch.cat([new, block], dim=1), "attention_mask": masks}
 
     def _judged(self, draft_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Logits after the processors, each place with the drafts before it counted. [R, N, V]"""
         if not self.processors:
             return logits
+        if position_free(self.processors):
+            places = logits.flatten(0, 1).clone()
+            ids = self.rows[0].ids[None].expand(len(places), -1)
+            return self.processors(ids, places).view(logits.shape)
         judged = torch.empty_like(logits)
-        free = position_free(self.processors)
         for number, row in enumerate(self.rows):
-            if free:
-                ids = row.ids[None].expand(logits.shape[1], -1)
-                judged[number] = self.processors(ids, logits[number].clone())
-                continue
             for place in range(logits.shape[1]):
                 ids = torch.cat([row.ids, draft_ids[number, :place]])[None]
                 judged[number, place] = row.processors(ids, logits[number, place][None])[0]
         return judged
 
-    def _accept(
-        self, draft_ids: torch.Tensor, laws: torch.Tensor | None, lengths: torch.Tensor, judged: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Kept drafts [R] and the token after them [R]."""
-        if laws is not None:
-            return self.judge(draft_ids, laws, judged.softmax(dim=-1), lengths)
+    def _accept(self, draft: Draft, judged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Kept drafts [R] and all tokens of the cycle, what follows the kept drafts included [R, N]."""
+        if draft.laws is not None:
+            kept, tokens = self.judge(draft.ids, draft.laws, judged.softmax(dim=-1), draft.lengths)
+            chosen = torch.cat([draft.ids, tokens[:, None]], dim=1)
+            return kept, chosen.scatter(1, kept[:, None], tokens[:, None])
         if self.do_sample:
             chosen = torch.multinomial(judged.flatten(0, 1).softmax(dim=-1), 1).view(judged.shape[:2])
         else:
             chosen = judged.argmax(dim=-1)
-        kept = match(draft_ids, chosen, lengths)
-        return kept, chosen.gather(1, kept[:, None])[:, 0]
+        return match(draft.ids, chosen, draft.lengths), chosen
 
-    def _commit(
-        self,
-        draft_ids: torch.Tensor,
-        laws: torch.Tensor | None,
-        lengths: torch.Tensor,
-        logits: torch.Tensor,
-        states: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> None:
+    def _commit(self, draft: Draft, outputs: Any, first: bool = False) -> None:
         """Accepts, stops rows that are done, and leaves both caches with committed tokens only."""
-        judged = self._judged(draft_ids, logits)
-        kept, tokens = self._accept(draft_ids, laws, lengths, judged)
-        going = []
-        for number, row in enumerate(self.rows):
-            count = int(kept[number])
-            new = torch.cat([draft_ids[number, :count], tokens[number : number + 1]])
-            scores = [*row.scores, *judged[number, : count + 1]]
-            length, done = self._length_until_stop(row, new, scores)
-            row.ids = torch.cat([row.ids, new[:length]])
-            if self.keeps_scores:
-                row.scores = scores[: len(row.scores) + length]
-            if self.config.output_logits:
-                row.logits += list(logits[number, :length])
-            self._stream(new[:length])
-            self._record(draft_ids[number, : int(lengths[number])], count, length)
+        device = draft.ids.device
+        logits = outputs.logits[:, -1 - draft.ids.shape[1] :].to(device, torch.float32)
+        judged = self._judged(draft.ids, logits)
+        kept, tokens = self._accept(draft, judged)
+        run = [row.length - 1 for row in self.rows]
+        counts, going = [], []
+        for number, (accepted, drafted, ends) in enumerate(self._numbers(kept, draft, tokens)):
+            row = self.rows[number]
+            count, done = self._count(row, tokens[number], accepted, ends, judged[number])
+            self.requested.note(row, number, count, judged, logits, outputs, first)
+            new = tokens[number, :count]
+            row.ids = torch.cat([row.ids, new])
+            self._stream(new)
+            if count <= accepted:
+                # The text ended within the draft: its last token counts as the target's own, as in the stock loop.
+                drafted = count - 1
+            if drafted:
+                row.record.add(count - 1, drafted)
+            counts.append(count)
             if done:
                 self.finished.append(row)
             else:
                 going.append(number)
-        if states is not None:
-            read = torch.arange(states.shape[1], device=states.device) <= kept.to(states.device)[:, None]
-            self.context.set_new(states, positions.to(states.device), read)
-            self._crop(kept, draft_ids.shape[1])
+        if not first:
+            self.context.add(self.forwards.taps(outputs), [0] * len(counts), counts)
+            self.forwards.drop(
+                [tokens.shape[1] - count for count in counts],
+                [length + count for length, count in zip(run, counts, strict=True)],
+            )
         if len(going) < len(self.rows):
-            self._keep(torch.tensor(going, device=tokens.device, dtype=torch.long))
+            self._keep(going)
 
-    def _record(self, draft_ids: torch.Tensor, count: int, length: int) -> None:
-        """Notes a cycle that kept `count` of its drafts and gave `length` tokens. A drafted token that ends the text
-        counts as the target's own, and nothing behind it as verified, as in the stock loop."""
-        drafted = next((place for place, one in enumerate(draft_ids.tolist()) if one in self.end_ids), len(draft_ids))
-        drafted = length - 1 if length <= count else drafted
-        if drafted:
-            self.record.add(length - 1, drafted)
+    def _numbers(self, kept: torch.Tensor, draft: Draft, tokens: torch.Tensor) -> list[list[int]]:
+        """Per row: kept drafts, drafts that counted, tokens before the first end id. The only wait for the device in a
+        cycle, as long as no rule has to be asked token by token."""
+        ends = self._before_end(tokens)
+        drafted = torch.minimum(draft.lengths.to(kept.device), self._before_end(draft.ids))
+        return torch.stack([kept, drafted, ends], dim=1).tolist()
+
+    def _before_end(self, ids: torch.Tensor) -> torch.Tensor:
+        """[R, N] -> [R] ids before the first end id."""
+        if self.end_ids is None:
+            return ids.new_full(ids.shape[:1], ids.shape[1])
+        return (~torch.isin(ids, self.end_ids.to(ids.device))).long().cumprod(dim=1).sum(dim=1)
+
+    def _count(
+        self, row: Row, tokens: torch.Tensor, accepted: int, ends: int, judged: torch.Tensor
+    ) -> tuple[int, bool]:
+        """Number of new tokens up to the first at which plain decoding would stop, and whether there is one.
+
+        Args:
+            tokens: [N] new tokens; `accepted` + 1 of them stand. ends: tokens before the first end id.
+            judged: [N, V] scores that they were chosen from.
+        """
+        left = self.max_length - len(row.ids)
+        count = min(accepted + 1, ends + 1, left)
+        for number in range(1, count + 1 if self.rules else 1):
+            # A criterion may keep something per row of the batch: its own place is read.
+            text = torch.cat([row.ids, tokens[:number]]).expand(self.batch, -1)
+            scores = None
+            if "scores" in self.requested.names:
+                seen = [*row.steps.get("scores", []), *judged[:number]]
+                scores = tuple(one.expand(self.batch, -1) for one in seen)
+            if any(bool(rule(text, scores)[row.index]) for rule in self.rules):
+                return number, True
+        return count, count == left or count == ends + 1
 
     def _stream(self, new: torch.Tensor) -> None:
         if self.streamer is not None:
             for token in new.cpu().split(1):
                 self.streamer.put(token)
 
-    def _length_until_stop(self, row: Row, new: torch.Tensor, scores: list[torch.Tensor]) -> tuple[int, bool]:
-        """Number of new tokens up to the first at which plain decoding would stop, and whether there is one.
-
-        `scores`: [V] per token of the row, those of `new` at its end; criteria see them where the caller asked for
-        scores, as in plain decoding.
-        """
-        for count in range(1, len(new) + 1):
-            text = torch.cat([row.ids, new[:count]])
-            if len(text) >= self.max_length or int(new[count - 1]) in self.end_ids:
-                return count, True
-            # A criterion may keep something per row of the batch: its own place is read.
-            shown = text.expand(self.batch, -1)
-            seen = tuple(score.expand(self.batch, -1) for score in scores[: len(scores) - len(new) + count])
-            if any(bool(rule(shown, seen if self.keeps_scores else None)[row.index]) for rule in self.rules):
-                return count, True
-        return len(new), False
-
-    def _crop(self, kept: torch.Tensor, num_drafts: int) -> None:
-        """Drops rejected columns of the target's cache and aligns the rows again."""
-        dropped = num_drafts - kept
-        if len(self.rows) == 1:
-            if int(dropped):
-                self.cache.crop(-int(dropped))
-            return
-        total = self.cache.get_seq_length()
-        valid = torch.tensor([row.length - 1 for row in self.rows], device=kept.device)
-        if bool((dropped > 0).any()) or int(valid.max()) < total:
-            keep_columns(self.cache, aligned_columns(total, dropped, valid))
-
-    def _keep(self, rows: torch.Tensor) -> None:
-        """Finished rows stop costing."""
-        self.rows = [self.rows[index] for index in rows.tolist()]
-        self.offset = self.offset[rows]
+    def _keep(self, going: list[int]) -> None:
+        """Rows that ended stop costing."""
+        if self.batch > 1 and self.requested.as_dict:
+            for number, row in enumerate(self.rows):
+                if number not in going:
+                    row.cached = row_columns(self.forwards.cache, number, row.length - 1)
+        self.rows = [self.rows[number] for number in going]
         if self.rows:
-            keep_rows(self.cache, rows)
-            self.context.keep(rows)
-
-
-def generate_rows(loop: DecodingLoop) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """Runs the loop and gives back what plain generate would: ids [B, S'], finished rows padded on the right.
-
-    Scores and logits have one entry [B, V] per step of the longest row; a row that has finished holds zeros there.
-    """
-    rows = loop.run()
-    pad = getattr(loop.config, "_pad_token_tensor", None)
-    sequences = pad_sequence([row.ids for row in rows], batch_first=True, padding_value=0 if pad is None else int(pad))
-    if not loop.config.return_dict_in_generate:
-        return sequences
-
-    def steps(name: str) -> tuple[torch.Tensor, ...]:
-        stacked = pad_sequence([torch.stack(getattr(row, name)) for row in rows], batch_first=True)
-        return tuple(stacked.transpose(0, 1))
-
-    return GenerateDecoderOnlyOutput(
-        sequences=sequences,
-        scores=steps("scores") if loop.keeps_scores else None,
-        logits=steps("logits") if loop.config.output_logits else None,
-    )
+            self.forwards.keep(going)
+            self.context.keep(going)

@@ -1,4 +1,4 @@
-"""Rows of a batch that decode at their own pace: ids, processors, draws, and the drafter's context.
+"""Rows of a generate() call that decode at their own pace: ids, processors, draws, and the drafter's context.
 
 Symbols: R rows still running, D drafts, S new context rows, T context columns, V vocabulary.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers.generation import LogitsProcessorList
 
 from ..modeling.drafter import XPressDrafter
+from .acceptance import AcceptanceRecord
 from .caches import keep_columns, keep_rows
 from .candidates import SlotChooser, position_free
 
@@ -22,15 +24,17 @@ class Row:
 
     ids: committed ids, left padding included; the last one is the anchor and has not been run.
     pads: leading padding. processors: logits processors for this row.
-    scores, logits: one [V] per new token, after and before the processors, where asked for.
+    record: cycles of this row. steps: per new token what the caller asked for beside ids, see `outputs`.
+    cached: columns of the target's cache, kept when the row ends and the caller wants them.
     """
 
     index: int
     ids: torch.Tensor
     pads: int
     processors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    scores: list[torch.Tensor] = field(default_factory=list)
-    logits: list[torch.Tensor] = field(default_factory=list)
+    record: AcceptanceRecord
+    steps: dict[str, list[Any]] = field(default_factory=dict)
+    cached: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -54,58 +58,68 @@ class RowProcessors:
 
 
 class RowChoosers:
-    """A `SlotChooser` per row; see there. Called with logits [R, D, V]."""
+    """A `SlotChooser` per row, for processors that look at the ids; see there."""
 
-    def __init__(self, rows: list[Row], processors: LogitsProcessorList, do_sample: bool):
-        free = position_free(processors)
-        self.choosers = [
-            SlotChooser(row.ids[None], processors if free else LogitsProcessorList([row.processors]), do_sample, None)
-            for row in rows
-        ]
-        self.plain = not processors and not do_sample
+    def __init__(self, rows: list[Row], do_sample: bool):
+        self.choosers = [SlotChooser(row.ids[None], LogitsProcessorList([row.processors]), do_sample) for row in rows]
 
     def __call__(self, logits: torch.Tensor, draft_ids: torch.Tensor | None) -> torch.Tensor:
-        if self.plain:
-            return logits.argmax(dim=-1)
         previous = [None] * len(logits) if draft_ids is None else draft_ids.split(1)
-        chosen = [
-            one(*pair) for one, pair in zip(self.choosers, zip(logits.split(1), previous, strict=True), strict=True)
-        ]
-        return torch.cat(chosen)
+        parts = zip(self.choosers, logits.split(1), previous, strict=True)
+        return torch.cat([chooser(own, before) for chooser, own, before in parts])
 
     @property
     def laws(self) -> torch.Tensor:
-        """Laws the drafts were drawn from, as probabilities. [R, D, V]"""
-        return torch.cat([chooser.laws for chooser in self.choosers]).float().softmax(dim=-1).nan_to_num(0.0)
+        return torch.cat([chooser.laws for chooser in self.choosers])
 
     @property
-    def num_usable(self) -> torch.Tensor:
-        """Slots before the first without anything to draw. [R]"""
-        return torch.tensor([chooser.num_usable for chooser in self.choosers])
+    def usable(self) -> torch.Tensor:
+        return torch.cat([chooser.usable for chooser in self.choosers])
+
+
+def chooser_for(rows: list[Row], processors: LogitsProcessorList, do_sample: bool) -> SlotChooser | RowChoosers:
+    if position_free(processors):
+        return SlotChooser(rows[0].ids[None], processors, do_sample)
+    return RowChoosers(rows, do_sample)
 
 
 class Context:
-    """Context rows of the drafter for all running rows: cached ones and the new ones of the last forward.
+    """Context rows of the drafter for all running rows: cached ones and those that wait for the next draft.
 
-    `positions` and `valid` [R, T] describe the cached columns, `new`, `new_positions`, `new_valid` the next ones.
+    counts: context rows of each running row, those that wait included.
+    new: waiting rows [R, S, L * H]. positions, valid: [R, T] of all columns, the waiting ones at the end; where every
+    column of every row counts (`dense`: one sequence), neither is kept.
     """
 
-    def __init__(self, drafter: XPressDrafter):
+    def __init__(self, drafter: XPressDrafter, num_rows: int):
         self.cache = drafter.new_cache()
+        self.counts = [0] * num_rows
+        self.dense = num_rows == 1
+        self.new: torch.Tensor | None = None
         self.positions: torch.Tensor | None = None
         self.valid: torch.Tensor | None = None
 
-    def set_new(self, states: torch.Tensor, positions: torch.Tensor, valid: torch.Tensor) -> None:
-        """Rows for the next draft: [R, S, L * H], [R, S], bool [R, S]."""
-        self.new, self.new_positions, self.new_valid = states, positions, valid
-        old = self.positions
-        self.positions = positions if old is None else torch.cat([old, positions], dim=1)
-        self.valid = valid if self.valid is None else torch.cat([self.valid, valid], dim=1)
+    def add(self, states: torch.Tensor, firsts: list[int], counts: list[int]) -> None:
+        """Rows for the next draft: `counts[r]` places of row r of `states` [R, S, L * H], from `firsts[r]` on."""
+        if self.dense:
+            states = states[:, firsts[0] : firsts[0] + counts[0]]
+        else:
+            device = states.device
+            first, count, seen = (torch.tensor(one, device=device)[:, None] for one in (firsts, counts, self.counts))
+            places = torch.arange(states.shape[1], device=device) - first
+            valid = (places >= 0) & (places < count)
+            positions = (seen + places).clamp(min=0)
+            self.valid = valid if self.valid is None else torch.cat([self.valid, valid], dim=1)
+            self.positions = positions if self.positions is None else torch.cat([self.positions, positions], dim=1)
+        self.new = states if self.new is None else torch.cat([self.new, states], dim=1)
+        self.counts = [old + more for old, more in zip(self.counts, counts, strict=True)]
 
-    def compact(self) -> None:
-        """Reclaims the columns that belong to no row, once they are cached."""
-        counts = self.valid.sum(dim=1)
-        width = int(counts.max())
+    def drafted(self) -> None:
+        """The waiting rows are cached now: reclaims columns that belong to no row."""
+        self.new = None
+        if self.dense:
+            return
+        width = max(self.counts)
         if width == self.valid.shape[1]:
             return
         # A stable sort moves what counts to the end and keeps its order.
@@ -113,9 +127,12 @@ class Context:
         keep_columns(self.cache, columns)
         self.positions, self.valid = self.positions.gather(1, columns), self.valid.gather(1, columns)
 
-    def keep(self, rows: torch.Tensor) -> None:
-        keep_rows(self.cache, rows)
-        self.positions, self.valid = self.positions[rows], self.valid[rows]
-        self.new, self.new_positions, self.new_valid = (
-            value[rows] for value in (self.new, self.new_positions, self.new_valid)
-        )
+    def keep(self, rows: list[int]) -> None:
+        """Drops all rows but `rows`."""
+        if self.dense:
+            return
+        index = torch.tensor(rows, device=self.valid.device)
+        keep_rows(self.cache, index)
+        self.positions, self.valid = self.positions[index], self.valid[index]
+        self.new = None if self.new is None else self.new[index.to(self.new.device)]
+        self.counts = [self.counts[row] for row in rows]

@@ -317,4 +317,4 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
     for finding in suspects:
         console.print(f"{finding.check}: {finding.advice}", highlight=False, markup=False)
     if not suspects:
-        console.print("no check explains a low acceptance: train longer, on more answers of this target")
+        console.print("no change gives more than what is set: nothing here explains a low acceptance", highlight=False)

@@ -6,6 +6,7 @@ import datetime
 import json
 import math
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -145,7 +146,7 @@ def run_header(
     """
     return {
         "kind": "run",
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "git_commit": git_commit(),
         "versions": {
@@ -165,6 +166,12 @@ def run_header(
         "data": list(data),
         **settings,
     }
+
+
+def command_line() -> str:
+    """The command of this run, without the folder of the program."""
+    name = Path(sys.argv[0]).name
+    return shlex.join(["xpress-hf" if name == "__main__.py" else name, *sys.argv[1:]])
 
 
 def describe_model(model: PreTrainedModel, name: str | None) -> dict[str, Any]:

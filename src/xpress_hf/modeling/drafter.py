@@ -50,6 +50,7 @@ class XPressDrafter(PreTrainedModel):
     Attributes:
         speculation: [`SpeculationConfig`], how generate() runs this drafter.
         last_acceptance: `AcceptanceRecord` of the latest generate() call, `None` before the first.
+        last_row_acceptance: the same for every row of a batch on its own.
     """
 
     config_class = XPressConfig
@@ -71,6 +72,7 @@ class XPressDrafter(PreTrainedModel):
         self.length_head = AdaptiveLengthHead(config) if config.length_head is not None else None
         self.speculation = SpeculationConfig.from_dict(config.speculation or {})
         self.last_acceptance: Any = None
+        self.last_row_acceptance: list[Any] = []
         self.generation_config = GenerationConfig()
         self.post_init()
 
