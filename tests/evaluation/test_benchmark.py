@@ -62,7 +62,7 @@ def rows() -> dict[str, list[PromptRecord]]:
 
 def test_every_arm_answers_every_turn_with_the_text_of_plain_generate(rows):
     lengths = ["draft_length=1", "draft_length=2", "draft_length=4"]
-    assert sorted(rows) == sorted(["plain", *EVERYTHING[:5], "control", "loop=own", *lengths])
+    assert sorted(rows) == sorted(["plain", *EVERYTHING[:5], "control", "loop=stock", *lengths])
     for name, own in rows.items():
         assert [(row.id, row.turn) for row in own] == [("p/0", 0), ("p/1", 0), ("p/1", 1)], name
         assert all(row.new_tokens == 20 for row in own)
@@ -82,7 +82,7 @@ def test_parts_add_up_to_the_decode_time(rows):
             assert row.split_s["verify"] > 0
             assert row.split_s["rest"] > 0
             assert (row.split_s["draft"] > 0) == (name not in ("plain", "prompt-lookup")), name
-            sweeps = name in ("refined", "control", "loop=own") or name.startswith("draft_length=")
+            sweeps = name in ("refined", "control", "loop=stock") or name.startswith("draft_length=")
             assert (row.split_s["refine"] > 0) == sweeps, name
             assert 0 < row.hooks_s < row.decode_s
 
@@ -101,7 +101,7 @@ def test_cycles_of_loops_that_keep_no_record(rows):
             assert row.new_tokens - sum(row.accepted) >= len(row.accepted)
     assert all(row.accepted == [] and row.num_draft_tokens == 0 for row in rows["plain"])
     assert all(max(row.verified) == 2 for row in rows["draft_length=2"])
-    assert [row.accepted for row in rows["loop=own"]] == [row.accepted for row in rows["refined"]]
+    assert [row.accepted for row in rows["loop=stock"]] == [row.accepted for row in rows["refined"]]
 
 
 def test_a_draft_that_is_verified_with_the_prompt_belongs_to_the_prefill():
@@ -172,7 +172,7 @@ def test_an_interrupted_run_goes_on(tmp_path):
     header, rows = read_records(path)
     assert {row.id for row in rows} == {"p/0"}
     assert list(header["arms"]) == ["plain", "refined", "prompt-lookup"]
-    assert header["arms"]["refined"] == {"sweeps": 2, "draft_length": 7, "loop": "stock"}
+    assert header["arms"]["refined"] == {"sweeps": 2, "draft_length": 7, "loop": "own"}
     counts = []
     assert untimed(run(benchmark(["refined", "prompt-lookup"]), sets, path, on_answer=counts.append)) == untimed(whole)
     assert counts == [3, 6]
@@ -222,18 +222,18 @@ def test_arms_that_cannot_be(arm_words, options, error):
 
 def test_arms_and_what_they_mean():
     drafter, other = build_drafter(), build_drafter(seed=3)
-    arms = parse_arms(["loops", "refined", "refined+sweeps=3+loop=own", "control+sweeps=0"], drafter, None, other)
-    # The loop of transformers is the default for one sequence: the same arm.
+    arms = parse_arms(["loops", "refined", "refined+sweeps=3+loop=stock", "control+sweeps=0"], drafter, None, other)
+    # Our own loop is the default: the same arm.
     assert [arm.name for arm in arms] == [
         "plain",
         "loop=stock",
         "loop=own",
-        "refined+sweeps=3+loop=own",
+        "refined+sweeps=3+loop=stock",
         arms[-1].name,
     ]
     assert arms[-1].drafter is other
     assert arms[-1].kind == "control"
-    assert arms[3].settings() == {"sweeps": 3, "draft_length": 7, "loop": "own"}
+    assert arms[3].settings() == {"sweeps": 3, "draft_length": 7, "loop": "stock"}
     lengths = parse_arms(["draft-lengths"], build_drafter(block_size=6))
     assert [arm.name for arm in lengths[1:]] == [f"draft_length={length}" for length in (1, 2, 4, 5)]
     assert default_arms(drafter, True, False) == ["plain", "prompt-lookup", "assistant", "dflash", "bare", "refined"]

@@ -78,7 +78,7 @@ class Arm:
                 **own.to_dict(),
                 "sweeps": self.drafter.num_sweeps,
                 "draft_length": own.draft_length or self.drafter.config.num_draft_tokens,
-                "loop": "own" if own.loop == "own" or own.verification == "block" else "stock",
+                "loop": own.loop or "own",
             }
 
     @contextmanager
