@@ -5,26 +5,11 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from tests.conftest import build_drafter, build_target
-from tests.training.chat_fixtures import build_tokenizer
 from xpress_hf import cli
 from xpress_hf.evaluation.agreement import Difference
 from xpress_hf.evaluation.records import read_records
 
 GOOD = json.dumps({"id": "a", "benchmark": "b", "turns": ["one"]}) + "\n"
-
-
-@pytest.fixture
-def folders(tmp_path):
-    tokenizer = build_tokenizer()
-    build_target(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    build_drafter(vocab_size=len(tokenizer), mask_token_id=3, block_size=4).save_pretrained(tmp_path / "drafter")
-    rows = [
-        {"id": f"mt_bench/{number}", "benchmark": "mt_bench", "turns": ["one two", "three"]} for number in range(3)
-    ]
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
 
 
 def command(folder, prompts: str) -> list[str]:
@@ -71,7 +56,7 @@ def test_causes_are_looked_for_on_demand(folders):
 
 
 def test_another_text_than_plain_is_exit_code_1(folders, monkeypatch):
-    monkeypatch.setattr("xpress_hf.evaluation.evaluator.first_difference", lambda *args: Difference(12, 0.5))
+    monkeypatch.setattr("xpress_hf.evaluation.answering.first_difference", lambda *args: Difference(12, 0.5))
     outcome = evaluate(folders, "--limit", "1")
     assert outcome.exit_code == 1
     assert "0 parted at a near tie, 2 elsewhere" in outcome.output
@@ -81,7 +66,7 @@ def test_an_interrupted_run_says_where_its_answers_are(folders, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("xpress_hf.evaluation.evaluator.Evaluator._agreement", interrupt)
+    monkeypatch.setattr("xpress_hf.evaluation.evaluator.Evaluator.agreement", interrupt)
     outcome = evaluate(folders, "--output", str(folders / "rows.jsonl"))
     assert outcome.exit_code == 1
     assert "interrupted: answers are in" in outcome.output

@@ -7,6 +7,7 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from .answer import demo, generate
+from .benchmark import benchmark, report
 from .checkpoint import card, convert, inspect
 from .data import features, regenerate
 from .evaluate import evaluate
@@ -22,7 +23,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
 
 
-for command in (demo, generate, evaluate, regenerate, features, convert, inspect, card):
+for command in (demo, generate, evaluate, benchmark, report, regenerate, features, convert, inspect, card):
     app.command()(command)
 for run_command in (train, expand):
     app.command(context_settings=PASSED_ON)(run_command)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..demo import load_demo_drafter, load_demo_target
+from ..evaluation.records import PromptRecord
 from ..modeling.drafter import XPressDrafter
 
 DEMO = "demo"
@@ -24,12 +28,41 @@ MaxNewTokens = Annotated[int, typer.Option(min=2, help="Longest answer in tokens
 AsJson = Annotated[bool, typer.Option("--json", help="Figures as JSON on stdout, everything else on stderr.")]
 Folder = Annotated[str | None, typer.Option(help="Folder that holds the demo target's GGUF file.")]
 
+Limit = Annotated[int | None, typer.Option(min=1, help="Prompts of each source at most.")]
+Temperatures = Annotated[
+    list[float] | None, typer.Option(min=0.0, help="0 = greedy; may be given several times. [default: 0]")
+]
+Seeds = Annotated[
+    list[int] | None, typer.Option(min=0, help="Seed of sampled answers; may be given several times. [default: 0]")
+]
+Records = Annotated[Path | None, typer.Option(help="JSON Lines file of records; one that exists is continued.")]
 DtypeName = Annotated[str, typer.Option(help=f"dtype of the target: {', '.join(DTYPES)}.")]
 Revision = Annotated[str | None, typer.Option(help="Revision of the target.")]
 TemplateSwitches = Annotated[
     str | None,
     typer.Option("--chat-template-kwargs", help='Switches of the chat template, such as {"enable_thinking": false}.'),
 ]
+
+
+def watch_answers(
+    answer: Callable[[Callable[[int], None]], list[PromptRecord]], total: int, output: Path | None, console: Console
+) -> list[PromptRecord]:
+    """Runs `answer` under a progress bar; where the user interrupts it, says what is kept and ends with exit code 1.
+
+    Args:
+        answer: is handed a function to call with the number of answers that were added.
+        total: answers of a whole run.
+        output: file of the records.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task("answers", total=total)
+        try:
+            return answer(lambda count: progress.advance(task, count))
+        except KeyboardInterrupt:
+            kept = "nothing was kept; name an --output to go on from" if output is None else f"answers are in {output}"
+            console.print(f"interrupted: {kept}", highlight=False, markup=False)
+            raise typer.Exit(1) from None
 
 
 def load_target(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..evaluation.evaluator import EvaluationSettings, Evaluator
 from ..evaluation.explain import Explainer, Finding, print_findings
@@ -19,14 +17,19 @@ from .common import (
     AsJson,
     Device,
     DtypeName,
+    Limit,
     MaxNewTokens,
+    Records,
     Revision,
+    Seeds,
     Sweeps,
+    Temperatures,
     TemplateSwitches,
     finish,
     json_object,
     load_drafter,
     load_target,
+    watch_answers,
 )
 
 # Prompts that causes are looked for on.
@@ -45,14 +48,10 @@ def evaluate(
     target: Annotated[str, typer.Option(help="Causal LM: folder, Hub id, or `demo`.")],
     drafter: Annotated[str, typer.Option(help="Drafter in any supported layout: folder, Hub id, or `demo`.")],
     prompts: PromptSources,
-    limit: Annotated[int | None, typer.Option(min=1, help="Prompts of each source at most.")] = None,
+    limit: Limit = None,
     max_new_tokens: MaxNewTokens = 256,
-    temperature: Annotated[
-        list[float] | None, typer.Option(min=0.0, help="0 = greedy; may be given several times. [default: 0]")
-    ] = None,
-    seed: Annotated[
-        list[int] | None, typer.Option(min=0, help="Seed of sampled answers; may be given several times. [default: 0]")
-    ] = None,
+    temperature: Temperatures = None,
+    seed: Seeds = None,
     sweeps: Sweeps = None,
     chat_template_kwargs: TemplateSwitches = None,
     agreement: Annotated[bool, typer.Option(help="Compare greedy answers with plain generate.")] = True,
@@ -66,9 +65,7 @@ def evaluate(
         bool,
         typer.Option("--explain", help=f"Look for causes of low acceptance on {EXPLAIN_PROMPTS} prompts."),
     ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="JSON Lines file of records; one that exists is continued.")
-    ] = None,
+    output: Records = None,
     dtype: DtypeName = "auto",
     device: Device = "cpu",
     revision: Revision = None,
@@ -94,15 +91,9 @@ def evaluate(
     console.print(f"drafter: {loaded.describe()}", highlight=False)
     judge = load_target(target, "float32", device, revision, console)[0] if float32_judge else None
     evaluator = Evaluator(model, tokenizer, loaded, settings, judge, names=(target, drafter))
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task("answers", total=evaluator.num_answers(sets))
-        try:
-            records = evaluator.run(sets, output, lambda count: progress.advance(task, count))
-        except KeyboardInterrupt:
-            kept = "nothing was kept; name an --output to go on from" if output is None else f"answers are in {output}"
-            console.print(f"interrupted: {kept}", highlight=False, markup=False)
-            raise typer.Exit(1) from None
+    records = watch_answers(
+        lambda on_answer: evaluator.run(sets, output, on_answer), evaluator.num_answers(sets), output, console
+    )
     for text in evaluator.skipped:
         console.print(f"not asked, no room in the context: {text}", highlight=False, markup=False)
     groups = summarize(records, str(model.dtype).removeprefix("torch."), new_block_size)

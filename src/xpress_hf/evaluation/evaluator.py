@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,50 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..decoding.acceptance import AcceptanceRecord
 from ..decoding.candidates import draft_limit
 from ..modeling.drafter import XPressDrafter
-from .agreement import first_difference
+from .answering import Answering, EvaluationSettings, stream_seed
 from .observer import diagnose, observed
-from .prompts import BenchmarkPrompt, PromptSet, encode_prompt
-from .records import Agreement, PromptRecord, RecordFile, run_header
+from .prompts import BenchmarkPrompt, PromptSet
+from .records import PromptRecord, RecordFile, run_header
 from .replay import end_ids
 
 
-@dataclass(frozen=True)
-class EvaluationSettings:
-    """How prompts are answered.
-
-    Args:
-        max_new_tokens: longest answer.
-        temperatures: 0 = greedy; above 0 the whole law is sampled (no top-k, no top-p).
-        seeds: draws per sampled answer; greedy answers are made once.
-        chat_template_kwargs: switches of the chat template.
-        agreement: whether greedy answers are compared with plain generate, which costs a second run of each.
-    """
-
-    max_new_tokens: int = 256
-    temperatures: tuple[float, ...] = (0.0,)
-    seeds: tuple[int, ...] = (0,)
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    agreement: bool = True
-
-    def __post_init__(self):
-        if self.max_new_tokens < 1:
-            raise ValueError(f"`max_new_tokens` must be >= 1, got {self.max_new_tokens}.")
-        for name in ("temperatures", "seeds"):
-            values = getattr(self, name)
-            if not values or min(values) < 0 or len(set(values)) < len(values):
-                raise ValueError(f"`{name}` must be different numbers >= 0, got {list(values)}.")
-
-    @property
-    def draws(self) -> list[tuple[float, int]]:
-        """Temperature and seed of every answer to one prompt."""
-        return [
-            (temperature, seed)
-            for temperature in self.temperatures
-            for seed in (self.seeds if temperature else self.seeds[:1])
-        ]
-
-
-class Evaluator:
+class Evaluator(Answering):
     """Answers prompts with a drafter and notes every cycle.
 
     Args:
@@ -65,9 +28,6 @@ class Evaluator:
         settings: how prompts are answered.
         judge: float32 twin of a half-precision target; tells near ties from faults. Default: the target itself.
         names: of target and drafter in the records.
-
-    Attributes:
-        skipped: turns that were not asked because what was said before left no room, in words.
     """
 
     def __init__(
@@ -79,13 +39,12 @@ class Evaluator:
         judge: PreTrainedModel | None = None,
         names: tuple[str, str] | None = None,
     ):
-        self.target, self.tokenizer, self.drafter = target, tokenizer, drafter
-        self.settings, self.judge = settings, judge or target
+        super().__init__(target, tokenizer, settings, judge)
+        self.drafter = drafter
         self.names = names or (target.name_or_path, drafter.name_or_path)
         self.arm = "refined" if drafter.num_sweeps else "bare"
         self.end_ids = end_ids(target)
         self.draft_limit = draft_limit(drafter, target.generation_config)
-        self.skipped: list[str] = []
 
     def header(self, sets: Sequence[PromptSet]) -> dict[str, Any]:
         """Where the figures of this run come from."""
@@ -120,7 +79,7 @@ class Evaluator:
                 another run.
         """
         prompts = [prompt for one in sets for prompt in one.prompts]
-        self._check_lengths(prompts)
+        self.check_lengths(prompts)
         keys = set()
         with RecordFile(path, self.header(sets)) as file:
             for prompt in prompts:
@@ -134,26 +93,6 @@ class Evaluator:
 
     def _key(self, prompt: BenchmarkPrompt, turn: int, seed: int, temperature: float) -> tuple:
         return (self.arm, prompt.benchmark, prompt.id, turn, seed, temperature)
-
-    def _encode(self, messages: list[dict[str, str]]) -> torch.Tensor:
-        return encode_prompt(self.tokenizer, messages, self.target.device, self.settings.chat_template_kwargs)
-
-    @property
-    def context_length(self) -> int | None:
-        return getattr(self.target.config.get_text_config(), "max_position_embeddings", None)
-
-    def _fits(self, ids: torch.Tensor) -> bool:
-        return self.context_length is None or ids.shape[1] + self.settings.max_new_tokens <= self.context_length
-
-    def _check_lengths(self, prompts: Sequence[BenchmarkPrompt]) -> None:
-        for prompt in prompts:
-            ids = self._encode([{"role": "user", "content": prompt.turns[0]}])
-            if not self._fits(ids):
-                raise ValueError(
-                    f"{prompt.id}: {ids.shape[1]} tokens of prompt and `max_new_tokens`="
-                    f"{self.settings.max_new_tokens} are more than the {self.context_length} places of the target; "
-                    "ask for fewer, or leave the prompt out."
-                )
 
     def _converse(
         self,
@@ -169,9 +108,8 @@ class Evaluator:
         last = max(turn for turn, key in enumerate(keys) if key not in file)
         for turn in range(last + 1):
             messages.append({"role": "user", "content": prompt.turns[turn]})
-            input_ids = self._encode(messages)
-            if not self._fits(input_ids):
-                self.skipped.append(f"{prompt.id}, turn {turn}: {input_ids.shape[1]} tokens of conversation")
+            input_ids = self.encode(messages)
+            if not self.has_room(prompt, turn, input_ids):
                 return
             is_new = keys[turn] not in file
             record, answer = self._answer(prompt, turn, seed, temperature, input_ids, compare=is_new)
@@ -182,17 +120,10 @@ class Evaluator:
             messages.append({"role": "assistant", "content": text})
 
     def _generate(self, input_ids: torch.Tensor, temperature: float, drafter: XPressDrafter | None) -> torch.Tensor:
-        options: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if temperature:
-            options = {"do_sample": True, "temperature": temperature, "top_p": 1.0, "top_k": 0}
+        options = self.options(temperature)
         if drafter is not None:
             options["assistant_model"] = drafter
-        output = self.target.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            max_new_tokens=self.settings.max_new_tokens,
-            **options,
-        )
+        output = self.target.generate(input_ids, attention_mask=torch.ones_like(input_ids), **options)
         return output[0].cpu()
 
     def _answer(
@@ -217,7 +148,8 @@ class Evaluator:
             found = diagnose(blocks, acceptance, ids, self.end_ids, self.draft_limit, greedy=not temperature)
             fields = asdict(found)
         if compare and self.settings.agreement and not temperature:
-            fields["agreement"] = self._agreement(input_ids, ids)
+            plain = self._generate(input_ids, 0.0, None)
+            fields["agreement"] = self.agreement(length, plain, ids)
         record = PromptRecord(
             arm=self.arm,
             benchmark=prompt.benchmark,
@@ -233,14 +165,3 @@ class Evaluator:
             **fields,
         )
         return record, ids[length:]
-
-    def _agreement(self, input_ids: torch.Tensor, ids: torch.Tensor) -> Agreement:
-        length = input_ids.shape[1]
-        plain = self._generate(input_ids, 0.0, None)
-        return Agreement.of(first_difference(self.judge, length, plain, ids), length)
-
-
-def stream_seed(prompt: BenchmarkPrompt, turn: int, seed: int) -> int:
-    """Seed of one answer: no two answers of a run share their random numbers."""
-    name = f"{seed}/{prompt.benchmark}/{prompt.id}/{turn}"
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")

@@ -68,6 +68,8 @@ class PromptRecord:
         agreement: `None` where it was not looked at or the text was sampled.
         prefill_s, decode_s: until the first new token, and from there on.
         split_s: parts of the decode time: `draft`, `refine`, `verify`, `rest`.
+        prefill_tokens: new tokens that came with the prefill; more than one where it verified a draft too.
+        hooks_s: what timing the parts cost, within the decode time.
         bare_accepted: drafts that the same cycle would have kept with zero sweeps.
         changed: whether the refiner changed the block.
         sweeps_until_stable: sweeps after which the block stayed as it was.
@@ -88,6 +90,8 @@ class PromptRecord:
     prefill_s: float | None = None
     decode_s: float | None = None
     split_s: dict[str, float] | None = None
+    prefill_tokens: int = 1
+    hooks_s: float | None = None
     bare_accepted: list[int] | None = None
     changed: list[bool] | None = None
     sweeps_until_stable: list[int] | None = None
