@@ -55,6 +55,7 @@ FAMILIES = {
     "gpt2": ("gpt2", {"n_embd": HIDDEN, "n_layer": 3, "n_head": 4, "n_positions": 512, "tie_word_embeddings": True}),
     "gpt-neox": ("gpt_neox", {}),
     "phi3": ("phi3", {}),
+    "granite": ("granite", {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}),
     "qwen3-moe": (
         "qwen3_moe",
         {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},

@@ -72,10 +72,10 @@ class SpeculationConfig:
             drafted, since backbone and refiner were trained on it; only the head of the draft is then verified.
         top_candidates: number C of base candidates per slot that the refiner may choose from (facts: top-C readout).
             `None` = exact readout over the whole vocabulary.
-        loop: "stock" runs the assisted-decoding loop of transformers, which takes one sequence; "own" runs ours, which
-            takes any number of them. `None` = "stock" for one sequence, "own" for more.
+        loop: "own" runs our loop, which serves one sequence or many and every option of generate(); "stock" runs the
+            assisted-decoding loop of transformers, for one sequence. `None` = "own".
         verification: how drafts of a sampled text are judged. "token": one by one (arXiv 2211.17192); "block": as a
-            whole (arXiv 2403.10444), which keeps at least as many on average at the same law and takes our own loop.
+            whole (arXiv 2403.10444), which keeps at least as many on average at the same law and takes our loop.
             `None` = "token". Greedy decoding keeps matching drafts either way.
     """
 

@@ -1,14 +1,13 @@
 """generate() around the drafter: streamers, threads, caches, outputs, and other assistants."""
 
-import inspect
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from transformers import GenerationConfig, SynthIDTextWatermarkingConfig
+from transformers.cache_utils import StaticLayer
 from transformers.generation import (
     EosTokenCriteria,
-    GenerationMixin,
     LogitsProcessorList,
     MaxLengthCriteria,
     StoppingCriteriaList,
@@ -18,8 +17,9 @@ from transformers.generation.streamers import BaseStreamer
 
 import xpress_hf
 from tests.conftest import OracleDrafter, build_drafter, build_target, plain, prompt
+from xpress_hf.decoding.candidates import confident_slots
 
-LOOP_REFUSES_STATIC = "Static cache" in inspect.getsource(GenerationMixin._assisted_decoding)
+NEW = 20
 
 
 class Collector(BaseStreamer):
@@ -101,8 +101,8 @@ def test_outputs_as_a_dict(target, drafter):
 def test_cache_implementations(target, drafter, implementation):
     ids = prompt()
     options = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": implementation}
-    if implementation == "static" and LOOP_REFUSES_STATIC:
-        with pytest.raises(ValueError, match="Static cache"):
+    if implementation == "static" and not StaticLayer.is_croppable:
+        with pytest.raises(ValueError, match="cannot be rolled back"):
             target.generate(ids, assistant_model=drafter, **options)
     else:
         out = target.generate(ids, assistant_model=drafter, **options)
@@ -212,9 +212,35 @@ def test_processors_with_a_memory_are_refused(target, drafter):
         target.generate(prompt(), assistant_model=drafter, watermarking_config=config, max_new_tokens=4)
 
 
-def test_a_confidence_threshold_is_refused_by_name(target, drafter):
-    with pytest.raises(ValueError, match="assistant_confidence_threshold"):
-        target.generate(prompt(), assistant_model=drafter, assistant_confidence_threshold=0.9, max_new_tokens=4)
+@pytest.mark.parametrize("loop", ["own", "stock"])
+def test_a_confidence_threshold_cuts_behind_the_first_unsure_slot(target, drafter, loop):
+    ids = prompt()
+    drafter.speculation.loop, drafter.speculation.sweeps = loop, 0
+    target.generate(ids, assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
+    whole = drafter.last_acceptance
+    drafter.generation_config.assistant_confidence_threshold = 1.0
+    out = target.generate(ids, assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
+    assert torch.equal(out, plain(target, ids, max_new_tokens=NEW))
+    assert set(drafter.last_acceptance.verified) == {1}, "no slot is certain"
+    target.generate(
+        ids, assistant_model=drafter, max_new_tokens=NEW, do_sample=False, assistant_confidence_threshold=1e-6
+    )
+    assert drafter.last_acceptance == whole
+
+
+def test_unsure_slots_in_closed_form():
+    laws = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.7, 0.3]]).log()[None]
+    for threshold, slots in ((0.5, 3), (0.65, 2), (0.95, 1)):
+        assert confident_slots(laws, threshold).tolist() == [slots]
+
+
+def test_a_text_longer_than_the_drafter_was_made_for_is_told_once(target, caplog):
+    """D13"""
+    drafter, ids = build_drafter(max_position_embeddings=16), prompt()
+    for _ in range(2):
+        out = target.generate(ids, assistant_model=drafter, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(out, plain(target, ids, max_new_tokens=NEW))
+    assert sum("was made for 16" in one.getMessage() for one in caplog.records) == 1
 
 
 def test_a_compiled_drafter_is_recognised(target, drafter):

@@ -190,6 +190,7 @@ class XPressCandidateGenerator(CandidateGenerator):
         self.do_sample = bool(generation_config.do_sample)
         self.draws_draft = self.do_sample and not self.stop_rules
         self.draft_limit = draft_limit(drafter, generation_config)
+        self.threshold = confidence_threshold(drafter, generation_config)
         self.cache = drafter.new_cache()
         self.record = AcceptanceRecord(drafter.config.num_draft_tokens)
         self.candidate_ids: torch.Tensor | None = None
@@ -217,6 +218,8 @@ class XPressCandidateGenerator(CandidateGenerator):
             self.target, self._known_ids(input_ids, attention_mask), context, self.cache, chooser
         )
         draft_ids = draft.ids.to(input_ids.device)[:, :room]
+        if self.threshold:
+            draft_ids = draft_ids[:, : int(confident_slots(chooser.laws, self.threshold))]
         if self.draws_draft:
             draft_ids = draft_ids[:, : int(chooser.usable[0])]
         else:
@@ -259,13 +262,31 @@ class XPressCandidateGenerator(CandidateGenerator):
         return length
 
 
+def _asked(drafter: XPressDrafter, generation_config: GenerationConfig, name: str) -> Any:
+    """An option of assisted decoding: the generate() argument, else the drafter's generation config."""
+    asked = getattr(generation_config, name)
+    # generate() fills a global default in where the user gave nothing.
+    if asked is None or asked == GenerationConfig._get_default_generation_params().get(name):
+        return getattr(drafter.generation_config, name)
+    return asked
+
+
+def confidence_threshold(drafter: XPressDrafter, generation_config: GenerationConfig) -> float:
+    """`assistant_confidence_threshold` of the call or the drafter, 0 = none."""
+    return float(_asked(drafter, generation_config, "assistant_confidence_threshold") or 0.0)
+
+
+def confident_slots(laws: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Leading slots up to the first whose largest probability is below the threshold, that slot included as in stock
+    assisted decoding. The cut looks at the law and never at the drawn token, so it biases nothing.
+    logits [R, D, V] -> [R]"""
+    sure = laws.float().softmax(dim=-1).amax(dim=-1) >= threshold
+    return (sure.long().cumprod(dim=1).sum(dim=1) + 1).clamp(max=laws.shape[1])
+
+
 def draft_limit(drafter: XPressDrafter, generation_config: GenerationConfig) -> int:
     """Drafts verified per cycle: the generate() argument, the drafter's generation config, `speculation`, else D."""
-    asked = generation_config.num_assistant_tokens
-    # generate() fills a global default in where the user gave nothing.
-    stock_default = GenerationConfig._get_default_generation_params().get("num_assistant_tokens")
-    if asked is None or asked == stock_default:
-        asked = drafter.generation_config.num_assistant_tokens
+    asked = _asked(drafter, generation_config, "num_assistant_tokens")
     if asked is None:
         asked = drafter.speculation.draft_length
     longest = drafter.config.num_draft_tokens

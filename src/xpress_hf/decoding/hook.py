@@ -23,12 +23,15 @@ from transformers.generation import (
 )
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.pipelines import base as pipelines
+from transformers.utils import logging
 
 from ..modeling.drafter import XPressDrafter, is_drafter, unwrap_drafter
 from .candidates import XPressCandidateGenerator
 from .loop import DecodingLoop
 from .outputs import build_output
 from .target import check_pair
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -95,12 +98,6 @@ def check_options(model: Any, mode: GenerationMode, config: GenerationConfig, op
             f"`guidance_scale`={config.guidance_scale}: its processor keeps a cache of its own that a rejected draft "
             "would spoil; remove it or `assistant_model`."
         )
-    threshold = config.assistant_confidence_threshold
-    if threshold not in (None, GenerationConfig._get_default_generation_params()["assistant_confidence_threshold"]):
-        raise ValueError(
-            f"`assistant_confidence_threshold`={threshold}: not available for block drafters yet; remove it, or set "
-            "`num_assistant_tokens`."
-        )
     if options.get("assistant_tokenizer") is not None:
         raise ValueError("`assistant_tokenizer`: a drafter shares the target's vocabulary; remove the argument.")
     if getattr(model, "_is_stateful", False):
@@ -145,6 +142,12 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
     kwargs.update(zip(names, args, strict=False))
     check_processors(kwargs["logits_processor"])
     drafter = unwrap_drafter(assistant)
+    longest = drafter.config.max_position_embeddings
+    if config.max_length > longest:
+        logger.warning_once(
+            f"The text may grow to {config.max_length} tokens, the drafter was made for {longest}: beyond that its "
+            "drafts will be kept less often; the text itself is not affected."
+        )
     if drafter.speculation.loop != "stock":
         return _decode_rows(self, drafter, input_ids, **kwargs)
     check_stock_loop(drafter, input_ids, kwargs)

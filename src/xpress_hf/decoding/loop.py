@@ -17,7 +17,7 @@ from ..modeling.backbone import additive_mask, context_visibility
 from ..modeling.drafter import XPressDrafter
 from .acceptance import AcceptanceRecord
 from .caches import row_columns
-from .candidates import StopRules, draft_limit, position_free
+from .candidates import StopRules, confidence_threshold, confident_slots, draft_limit, position_free
 from .forwards import TargetForwards
 from .outputs import Requested
 from .rows import Context, Row, RowProcessors, chooser_for
@@ -72,6 +72,7 @@ class DecodingLoop:
                 "until all have; set `eos_token_id` or generate row by row."
             )
         self.draft_limit = draft_limit(drafter, config)
+        self.threshold = confidence_threshold(drafter, config)
         self.judge = block_verification if drafter.speculation.verification == "block" else token_rejection
         self.forwards = TargetForwards(
             model,
@@ -131,6 +132,8 @@ class DecodingLoop:
         )
         context.drafted()
         lengths = torch.minimum(torch.tensor(room, device=device), chooser.usable.to(device))
+        if self.threshold:
+            lengths = torch.minimum(lengths, confident_slots(chooser.laws, self.threshold).to(device))
         laws = None
         if self.do_sample:
             laws = chooser.laws[:, : max(room)].float().softmax(dim=-1).nan_to_num(0.0)

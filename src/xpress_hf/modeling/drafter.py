@@ -161,7 +161,8 @@ class XPressDrafter(PreTrainedModel):
         super().save_pretrained(save_directory, *args, **kwargs)
         if not kwargs.get("is_main_process", True):
             return
-        if self.generation_config.num_assistant_tokens is not None:
+        limits = self.generation_config.num_assistant_tokens, self.generation_config.assistant_confidence_threshold
+        if any(limit is not None for limit in limits):
             self.generation_config.save_pretrained(save_directory)
         else:
             # Limits that an earlier save left here would be read as this drafter's.
