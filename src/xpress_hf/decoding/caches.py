@@ -57,7 +57,8 @@ def ragged_cache(cache: Cache) -> Cache:
     if not plain or not all(isinstance(layer, DynamicLayer) for layer in cache.layers) or cache.get_seq_length() > 0:
         raise ValueError(
             f"`past_key_values`: a batch with a drafter needs an empty dynamic cache of keys and values, got "
-            f"{type(cache).__name__} with {cache.get_seq_length()} tokens; leave it and `cache_implementation` out."
+            f"{type(cache).__name__} of {sorted({type(layer).__name__ for layer in cache.layers})} with "
+            f"{cache.get_seq_length()} tokens; leave it and `cache_implementation` out, or generate row by row."
         )
     return DynamicCache()
 

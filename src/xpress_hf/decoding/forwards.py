@@ -114,13 +114,23 @@ class TargetForwards:
             inputs = self._prompt_inputs(input_ids, begin, min(begin + step, input_ids.shape[1]))
             outputs = self.model(**inputs)
             states.append(self.taps(outputs))
+            self._shrink_windows()
+        self._note_positions(inputs.get("position_ids"), input_ids.device)
+        return outputs, torch.cat([state.to(input_ids.device) for state in states], dim=1)
+
+    def _shrink_windows(self) -> None:
+        """A cache that records the past keeps all columns of windowed layers until it is cropped, if only by nothing.
+
+        Raises:
+            ValueError: it cannot be cropped, which recurrent layers know after their first forward only.
+        """
         if not getattr(self.cache, "is_croppable", True):
             raise ValueError(
                 f"`past_key_values`: the {type(self.cache).__name__} of {type(self.model).__name__} cannot be rolled "
                 "back after a rejected draft. Generate without `assistant_model`."
             )
-        self._note_positions(inputs.get("position_ids"), input_ids.device)
-        return outputs, torch.cat([state.to(input_ids.device) for state in states], dim=1)
+        if self.single:
+            self.cache.crop(0)
 
     def _prompt_inputs(self, input_ids: torch.Tensor, begin: int, end: int) -> dict[str, Any]:
         kwargs = dict(self.first_inputs)
