@@ -62,7 +62,7 @@ ARMS: dict[str, dict | None] = {
     "ours, sampled vocabulary": {"loss_vocab_size": 12288},
 }
 # Chunk and anchors of `--memory`.
-MEMORY_CASES = [(8, 32), (16, 32), (16, 64), (16, 128)]
+MEMORY_CASES = [(16, 32), (32, 32), (32, 64), (32, 128)]
 
 
 def prepare(work: Path, args: argparse.Namespace) -> None:
@@ -184,7 +184,14 @@ def run_memory_case(work: Path, args: argparse.Namespace) -> None:
 
     trainer._loss = watched
     trainer.train()
-    print(json.dumps({"loss_peak": found, "bytes_per_logit": bytes_per_logit(trainer.recipe)}))
+    per_logit = bytes_per_logit(trainer.recipe, trainer._logit_bytes())
+    logits = args.chunk * trainer.drafter.config.num_draft_tokens * trainer.target.config.vocab_size
+    refiner = trainer.drafter.refiner
+    weights = 0 if refiner is None else sum(parameter.numel() for parameter in refiner.parameters())
+    # Gradients of the refiner are added up in float32; products take a bfloat16 copy of every matrix, on a CPU also of
+    # the head, which they lay out anew.
+    copies = weights + (trainer.target.head.weight.numel() if args.device == "cpu" else 0)
+    print(json.dumps({"loss_peak": found, "predicted": logits * per_logit + 4 * weights + 2 * copies}))
 
 
 def run_process(command: list[str], environment: dict[str, str]) -> dict | None:
@@ -251,14 +258,12 @@ def summary(runs: list[dict], args: argparse.Namespace) -> dict[str, float]:
 def measure_memory(work: Path, args: argparse.Namespace, console: Console) -> None:
     # Blocks below this size would stay with the allocator when they are freed, and later peaks would hide in them.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    vocab_size = json.loads((work / "target" / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     table = Table("chunk", "anchors", "predicted MiB", "measured MiB", "measured / predicted")
     for chunk, anchors in MEMORY_CASES:
         found = run_process(own_command(work, args, chunk=chunk, anchors=anchors, steps=2), environment)
         if found is None:
             continue
-        predicted = chunk * (BLOCK - 1) * vocab_size * found["bytes_per_logit"]
-        measured = max(found["loss_peak"])
+        predicted, measured = found["predicted"], max(found["loss_peak"])
         table.add_row(
             str(chunk),
             str(anchors),
@@ -286,9 +291,9 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="the loss's peak against the arithmetic instead")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--length", type=int, default=512, help="tokens of the text")
-    parser.add_argument("--anchors", type=int, default=96, help="blocks of the text")
+    parser.add_argument("--anchors", type=int, default=64, help="blocks of the text")
     parser.add_argument("--steps", type=int, default=4, help="steps of a process, the first one not timed")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--loss-memory-mb", type=int, default=256)
     parser.add_argument("--output", help="JSONL file that gets one row per arm")
     for hidden, kind in (("--work", Path), ("--arm", str), ("--chunk", int)):

@@ -230,6 +230,7 @@ class _ChunkedLoss(torch.autograd.Function):
             for grad, part in zip(grads[1:], found[1:], strict=True):
                 if part is not None:
                     grad += part
+            found = part = None  # as large as the refiner, and the next chunk needs the room
             for key, value in terms.items():
                 figures[key] = figures.get(key, 0) + value
         ctx.save_for_backward(*[g.to(p.dtype) for g, p in zip(grads, (hidden_states, *parameters), strict=True)])
