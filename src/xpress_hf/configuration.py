@@ -69,7 +69,9 @@ class SpeculationConfig:
     Args:
         sweeps: Jacobi sweeps of the refiner per block. 0 = the bare drafter.
         draft_length: drafted tokens verified per cycle, at most `config.num_draft_tokens`. The whole block is always
-            drafted, since backbone and refiner were trained on it; only the head of the draft is then verified.
+            drafted, since backbone and refiner were trained on it; only the head of the draft is then verified. "auto"
+            picks the length with the most tokens per second from times and acceptance that are measured while
+            decoding, and drafts nothing where that is fastest (our loop; the same seed may then give another text).
         top_candidates: number C of base candidates per slot that the refiner may choose from (facts: top-C readout).
             `None` = exact readout over the whole vocabulary.
         loop: "own" runs our loop, which serves one sequence or many and every option of generate(); "stock" runs the
@@ -80,7 +82,7 @@ class SpeculationConfig:
     """
 
     sweeps: int | None = None
-    draft_length: int | None = None
+    draft_length: int | str | None = None
     top_candidates: int | None = None
     loop: str | None = None
     verification: str | None = None
@@ -91,8 +93,11 @@ class SpeculationConfig:
                 raise ValueError(f"`{name}` must be {choices[0]!r}, {choices[1]!r} or None, got {value!r}.")
         for name, lowest in (("sweeps", 0), ("draft_length", 1), ("top_candidates", 1)):
             value = getattr(self, name)
+            if name == "draft_length" and value == "auto":
+                continue
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < lowest):
-                raise ValueError(f"`{name}` must be an integer >= {lowest} or None, got {value!r}.")
+                other = "'auto' or None" if name == "draft_length" else "None"
+                raise ValueError(f"`{name}` must be an integer >= {lowest}, {other}, got {value!r}.")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SpeculationConfig:

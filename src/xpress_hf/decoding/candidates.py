@@ -290,4 +290,4 @@ def draft_limit(drafter: XPressDrafter, generation_config: GenerationConfig) -> 
     if asked is None:
         asked = drafter.speculation.draft_length
     longest = drafter.config.num_draft_tokens
-    return longest if asked is None else max(0, min(int(asked), longest))
+    return longest if asked in (None, "auto") else max(0, min(int(asked), longest))

@@ -167,6 +167,7 @@ def check_stock_loop(drafter: XPressDrafter, input_ids: torch.Tensor, kwargs: di
     """Raises `ValueError` for what only our own loop serves."""
     for name, wanted in (
         ("`verification`='block'", drafter.speculation.verification == "block"),
+        ("`draft_length`='auto'", drafter.speculation.draft_length == "auto"),
         ("a batch", input_ids.shape[0] > 1),
         ("`past_key_values` with a prefix", _cache_of(kwargs).get_seq_length() > 0),
     ):

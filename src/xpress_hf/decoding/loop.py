@@ -5,6 +5,7 @@ Symbols: R rows still running, N tokens in a verification (anchor and drafts), D
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..modeling.backbone import additive_mask, context_visibility
 from ..modeling.drafter import XPressDrafter
 from .acceptance import AcceptanceRecord
+from .budget import AutoLength, costs_of
 from .caches import row_columns
 from .candidates import StopRules, confidence_threshold, confident_slots, draft_limit, position_free
 from .forwards import TargetForwards
@@ -72,6 +74,9 @@ class DecodingLoop:
                 "until all have; set `eos_token_id` or generate row by row."
             )
         self.draft_limit = draft_limit(drafter, config)
+        self.auto: AutoLength | None = None
+        if drafter.speculation.draft_length == "auto" and self.draft_limit:
+            self.auto = AutoLength(self.draft_limit, costs_of(model, drafter))
         self.threshold = confidence_threshold(drafter, config)
         self.judge = block_verification if drafter.speculation.verification == "block" else token_rejection
         self.forwards = TargetForwards(
@@ -108,7 +113,19 @@ class DecodingLoop:
         self._commit(self._no_draft(), outputs, first=True)
 
     def _cycle(self) -> None:
-        draft = self._draft()
+        if self.auto is None:
+            return self._step(self.draft_limit)
+        rows = list(self.rows)
+        length, before = self.auto.choose(len(rows)), [row.record.num_cycles for row in rows]
+        start = time.perf_counter()
+        self._step(length)
+        seconds = time.perf_counter() - start
+        records = [row.record for row, count in zip(rows, before, strict=True) if row.record.num_cycles > count]
+        self.auto.note(len(rows), length, seconds, [(one.accepted[-1], one.verified[-1]) for one in records])
+
+    def _step(self, limit: int) -> None:
+        """One cycle that verifies at most `limit` drafts of a row; 0 = a plain step."""
+        draft = self._draft(limit)
         anchors = torch.stack([row.ids[-1] for row in self.rows])[:, None]
         outputs = self.forwards.verify(torch.cat([anchors, draft.ids], dim=1), [row.length - 1 for row in self.rows])
         self._commit(draft, outputs)
@@ -118,9 +135,9 @@ class DecodingLoop:
         nothing = torch.zeros(len(self.rows), 0, dtype=torch.long, device=device)
         return Draft(nothing, None, nothing.sum(dim=1))
 
-    def _draft(self) -> Draft:
+    def _draft(self, limit: int) -> Draft:
         """One block behind every row, cut to the room that the longest answer leaves."""
-        room = [min(max(self.max_length - len(row.ids) - 1, 0), self.draft_limit) for row in self.rows]
+        room = [min(max(self.max_length - len(row.ids) - 1, 0), limit) for row in self.rows]
         if not max(room):
             return self._no_draft()
         device = self.rows[0].ids.device
