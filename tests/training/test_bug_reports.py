@@ -6,7 +6,7 @@ Elsewhere:
     H11 test_trainer (1x4, 2x2, 4x1)                                H13 test_resume
     H17 test_launch                                                 H23 test_losses, test_memory, test_trainer
     H24 test_chat, test_regeneration                                H26 tests/modeling/test_refiner.py, (d) test_resume
-    H27 (config keys) tests/checkpoints/test_export.py              H28 tests/decoding/test_acceptance.py
+    H27 (config keys) tests/checkpoints/test_export.py              H28 tests/evaluation/test_evaluator.py
     F1-F8 tests/decoding/test_devices_and_dtypes.py, F7 also test_lora
 Does not apply: H25, because drafters with a reduced vocabulary are refused (tests/checkpoints/test_layouts.py). There
 are no rows H2, H12 and H18.
