@@ -136,7 +136,8 @@ def measure(
                     file.write(json.dumps(row) + "\n")
                     rows.append(row)
                 file.flush()
-    return rows
+    wanted = {prompt.id for prompt in prompts}
+    return [row for row in rows if row["id"] in wanted]
 
 
 def table(rows: list[dict]) -> np.ndarray:
