@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 
-# Threads of two busy processes wait for each other on small machines: one each for test workers side by side.
-os.environ.setdefault("OMP_NUM_THREADS", "1" if "PYTEST_XDIST_WORKER" in os.environ else "2")
+# Threads of two busy processes wait for each other on small machines: one each for test workers side by side, whatever
+# they inherit from the process that started them.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+else:
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
