@@ -146,7 +146,9 @@ def joint_law(target, ids, top_k=None, temperature=1.0):
         ("own", 3000, 1, 1.0, None),
         ("own", 3000, 1, 2.0, None),
         ("own", 3000, 1, 0.5, 3),
-        pytest.param("stock", 1, 500, 0.5, 3, marks=pytest.mark.slow),
+        pytest.param("stock", 1, 1200, 1.0, None, marks=pytest.mark.slow),
+        pytest.param("stock", 1, 1200, 2.0, None, marks=pytest.mark.slow),
+        pytest.param("stock", 1, 1200, 0.5, 3, marks=pytest.mark.slow),
     ],
 )
 def test_joint_law_of_two_tokens_through_generate(loop, rows, calls, temperature, top_k):
@@ -191,7 +193,7 @@ def test_same_seed_same_ids_and_other_seeds_other_ids():
 
 
 @pytest.mark.parametrize(
-    ("loop", "rows", "calls"), [("own", 3000, 1), pytest.param("stock", 1, 150, marks=pytest.mark.slow)]
+    ("loop", "rows", "calls"), [("own", 3000, 1), pytest.param("stock", 1, 400, marks=pytest.mark.slow)]
 )
 def test_an_end_id_can_still_be_drawn(loop, rows, calls):
     """Whether or not a draft may hold end ids, texts end as often as without a drafter."""
