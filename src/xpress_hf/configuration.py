@@ -74,8 +74,8 @@ class SpeculationConfig:
             decoding, and drafts nothing where that is fastest (our loop; the same seed may then give another text).
         top_candidates: number C of base candidates per slot that the refiner may choose from (facts: top-C readout).
             `None` = exact readout over the whole vocabulary.
-        loop: "own" runs our loop, which serves one sequence or many and every option of generate(); "stock" runs the
-            assisted-decoding loop of transformers, for one sequence. `None` = "own".
+        loop: "own" runs our loop, for one sequence or many; "stock" runs the assisted-decoding loop of transformers,
+            for one sequence. `None` = "own".
         verification: how drafts of a sampled text are judged. "token": one by one (arXiv 2211.17192); "block": as a
             whole (arXiv 2403.10444), which keeps at least as many on average at the same law and takes our loop.
             `None` = "token". Greedy decoding keeps matching drafts either way.
