@@ -84,7 +84,9 @@ def train(
         num_anchors=48,
         chunk_blocks=48,
         loss_vocab_size=12288,
-        learning_rate=args.learning_rate,
+        # The backbone learns at the same rate in every arm, a new refiner faster.
+        learning_rate=args.learning_rate * (1 if drafter.refiner is None else args.refiner_rate),
+        backbone_lr_scale=1 if drafter.refiner is None else 1 / args.refiner_rate,
         lr_scheduler_type="linear",
         warmup_steps=20,
         seed=7,
@@ -156,7 +158,8 @@ def provenance(args: argparse.Namespace) -> str:
         f"command: python {' '.join(sys.argv)}\n"
         f"torch {torch.__version__}, transformers {transformers.__version__}, xpress_hf {xpress_hf.__version__}; "
         f"{cpu_name()}, {torch.get_num_threads()} threads; bfloat16; {args.limit} prompts each of "
-        f"{' and '.join(FILES)}, {args.new} new tokens; {args.steps} steps of at most 192 blocks"
+        f"{' and '.join(FILES)}, {args.new} new tokens; {args.steps} steps of at most 192 blocks, learning rate "
+        f"{args.learning_rate:g}, of a refiner {args.refiner_rate:g} times as high"
     )
 
 
@@ -197,6 +200,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--output", required=True, help="folder for drafters and rows")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--refiner-rate", type=float, default=4.0, help="learning rate of a refiner / of the backbone")
     parser.add_argument("--sweeps", type=int, default=2, help="sweeps of a refiner in decoding")
     parser.add_argument("--limit", type=int, default=40, help="prompts of each file")
     parser.add_argument("--batch", type=int, default=16, help="prompts answered together")

@@ -203,6 +203,29 @@ def test_muon_takes_matrices_and_adamw_the_rest(tmp_path):
         torch.testing.assert_close(left, right, msg=name)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_backbone_learns_at_its_share_of_the_rate(tmp_path, optimizer):
+    if optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch.optim.Muon needs torch 2.9")
+    drafter = build_drafter()
+    options = {"learning_rate": 1e-2, "matrix_learning_rate": 4e-2, "matrix_optimizer": optimizer}
+    args = arguments(tmp_path, backbone_lr_scale=0.25, lr_scheduler_type="linear", max_steps=4, **options)
+    trainer = DrafterTrainer(drafter, args, build_target("llama"), train_dataset=[text_of(prompt(20)[0], 4)])
+    trainer.create_optimizer_and_scheduler(num_training_steps=4)
+    names = {id(parameter): name for name, parameter in drafter.named_parameters()}
+    rates = {names[id(p)]: group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert rates.keys() == set(names.values())
+    matrix_rate = 4e-2 if optimizer == "muon" else 1e-2
+    assert rates["refiner.readout.weight"] == 1e-2
+    assert rates["refiner.in_proj.weight"] == matrix_rate
+    assert rates["fusion.fc.weight"] == matrix_rate / 4
+    assert rates["backbone.norm.weight"] == 1e-2 / 4
+    trainer.optimizer.step()
+    trainer.lr_scheduler.step()
+    scaled = {names[id(p)]: group["lr"] for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert scaled == pytest.approx({name: rate * 3 / 4 for name, rate in rates.items()})
+
+
 def test_start_from_copies_of_target_layers():
     target = build_target("llama")
     drafter = XPressDrafter(build_config())

@@ -24,6 +24,8 @@ class DrafterTrainingArguments(TrainingArguments):
         loss_vocab_size: tokens that enter the softmaxes of the loss (`LossVocabulary`), redrawn for every batch;
             `None` = the whole vocabulary. A quarter of the vocabulary makes steps on a CPU about three times as fast.
         freeze_backbone: train the refiner alone.
+        backbone_lr_scale: learning rate of everything but the refiner, as a multiple of that of the refiner; no effect
+            on a drafter without refiner. A new refiner on a trained backbone wants a higher rate than the backbone.
         replay_texts: held-out texts that an evaluation also drafts through cycle by cycle, as generate() does.
         matrix_optimizer: "adamw", or "muon" for the hidden matrices with AdamW for the rest.
         matrix_learning_rate: learning rate of Muon; `learning_rate` stays that of AdamW.
@@ -39,6 +41,7 @@ class DrafterTrainingArguments(TrainingArguments):
     loss_memory_mb: int = field(default=2048, metadata={"help": "Memory of the loss in MiB, sets `chunk_blocks`."})
     loss_vocab_size: int | None = field(default=None, metadata={"help": "Tokens in the softmaxes of the loss."})
     freeze_backbone: bool = field(default=False, metadata={"help": "Train the refiner alone."})
+    backbone_lr_scale: float = field(default=1.0, metadata={"help": "Rate of the backbone / rate of the refiner."})
     replay_texts: int = field(default=16, metadata={"help": "Held-out texts drafted through as generate() does."})
     matrix_optimizer: str = field(default="adamw", metadata={"help": "adamw | muon"})
     matrix_learning_rate: float = field(default=2e-3, metadata={"help": "Learning rate of Muon."})
@@ -49,6 +52,11 @@ class DrafterTrainingArguments(TrainingArguments):
         self.build_recipe()
         if self.matrix_optimizer not in ("adamw", "muon"):
             raise ValueError(f"`matrix_optimizer` must be 'adamw' or 'muon', got {self.matrix_optimizer!r}.")
+        if not self.backbone_lr_scale > 0:
+            raise ValueError(
+                f"`backbone_lr_scale` must be > 0, got {self.backbone_lr_scale}; to train the refiner alone set "
+                "`freeze_backbone`."
+            )
         for name in ("num_anchors", "chunk_blocks", "loss_vocab_size", "loss_memory_mb"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be >= 1, got {getattr(self, name)}.")

@@ -62,3 +62,20 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def scale_learning_rate(optimizer: torch.optim.Optimizer, kept: Iterable[nn.Parameter], scale: float) -> None:
+    """Splits the optimizer's groups so that parameters outside `kept` learn at `scale` times their rate."""
+    kept_ids = {id(parameter) for parameter in kept}
+    parts = optimizer.parts if isinstance(optimizer, MuonWithAdamW) else [optimizer]
+    for part in parts:
+        for group in list(part.param_groups):
+            scaled = [parameter for parameter in group["params"] if id(parameter) not in kept_ids]
+            unscaled = [parameter for parameter in group["params"] if id(parameter) in kept_ids]
+            if not (scaled and unscaled):
+                group["lr"] *= scale if scaled else 1.0
+                continue
+            group["params"] = unscaled
+            part.add_param_group({**group, "params": scaled, "lr": group["lr"] * scale})
+    if isinstance(optimizer, MuonWithAdamW):
+        optimizer.param_groups = [group for part in parts for group in part.param_groups]

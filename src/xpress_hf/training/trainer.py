@@ -21,7 +21,7 @@ from .checks import FiniteGradients, check_dataset, check_recipe, check_resume
 from .data import TextCollator
 from .features import target_states
 from .losses import BlockTargets, LossVocabulary, block_loss, chunk_for_memory
-from .optimizer import MuonWithAdamW
+from .optimizer import MuonWithAdamW, scale_learning_rate
 from .packing import packed_target_states
 from .recipes import Recipe
 
@@ -110,12 +110,18 @@ class DrafterTrainer(Trainer):
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        if self.optimizer is None and self.args.matrix_optimizer == "muon":
+        if self.optimizer is not None:
+            return self.optimizer
+        if self.args.matrix_optimizer == "muon":
             named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
             self.optimizer = MuonWithAdamW(
                 named, self.args.matrix_learning_rate, self.args.learning_rate, self.args.weight_decay
             )
-        return self.optimizer or super().create_optimizer()
+        else:
+            super().create_optimizer()
+        if self.drafter.refiner is not None and self.args.backbone_lr_scale != 1.0:
+            scale_learning_rate(self.optimizer, self.drafter.refiner.parameters(), self.args.backbone_lr_scale)
+        return self.optimizer
 
     def _with_anchors(self, inputs: dict[str, torch.Tensor], step: int) -> dict[str, torch.Tensor]:
         if "anchors" in inputs:
