@@ -139,7 +139,7 @@ def provenance(header: dict[str, Any]) -> str:
 PARTS = ("overhead", "memory", "batch", "verification")
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--prompts", nargs="+", required=True, help="JSONL files with `id`, `benchmark` and `turns`")
@@ -154,7 +154,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, help="folder for rows; a run that was killed goes on")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     run = Decoding(args)
     for part in args.part:
