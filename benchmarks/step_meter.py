@@ -1,7 +1,8 @@
-"""Seconds and peak memory of training steps, taken by the same means in every process.
+"""Seconds and memory, taken by the same means in every measurement.
 
-Imports torch alone, so that an interpreter of another project can use it. On a CPU memory is what is resident in the
-process (Linux, /proc/self); on a GPU what torch has allocated there.
+Imports torch alone, so that an interpreter of another project can use it. `Memory`: on a CPU what is resident in the
+process (Linux, /proc/self); on a GPU what torch has allocated there. `LiveBytes`: tensor by tensor, exact and the same
+on every device, but blind to what kernels allocate inside.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import ctypes
 import json
 import time
+import weakref
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Memory:
@@ -39,6 +43,43 @@ class Memory:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return _resident("VmHWM")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all tensors that operations made while it was active and that are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self._held = self._peak = 0
+
+    def held(self) -> int:
+        return self._held
+
+    def watch(self) -> None:
+        """Starts anew to look for the largest value."""
+        self._peak = self._held
+
+    def peak(self) -> int:
+        return self._peak
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if storage._cdata not in {*given, *self._sizes}:  # no view
+                self._sizes[storage._cdata] = storage.nbytes()
+                self._held += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata)
+                self._peak = max(self._peak, self._held)
+        return result
+
+    def _free(self, key: int) -> None:
+        self._held -= self._sizes.pop(key)
+
+
+def _storages(values: object) -> list[torch.UntypedStorage]:
+    return [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _resident(field: str) -> int:

@@ -1,12 +1,9 @@
 """Memory of the loss: what lives at its peak, counted tensor by tensor, against the arithmetic of docs/training.md."""
 
-import weakref
-
 import pytest
 import torch
+from step_meter import LiveBytes
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from tests.conftest import build_config
 from xpress_hf.modeling.refiner import CausalRefiner
@@ -16,29 +13,6 @@ from xpress_hf.training.recipes import RECIPES, Recipe
 VOCAB, HIDDEN, SIZE = 20000, 64, 8
 DRAFTS = SIZE - 1
 CASES = {**RECIPES, "xpress, chain and KL": Recipe(l1=0.5, kl=0.2, chain=0.3, teacher_forced=1.0, free_running=0.3)}
-
-
-class LiveBytes(TorchDispatchMode):
-    """Bytes of all tensors that operations made and that are still alive; `peak` is the most there were."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in storages((args, kwargs))}
-        for storage in storages(result):
-            if storage._cdata not in {*given, *self.sizes}:  # no view
-                self.sizes[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self.sizes.pop, storage._cdata)
-                self.peak = max(self.peak, sum(self.sizes.values()))
-        return result
-
-
-def storages(values: object) -> list[torch.UntypedStorage]:
-    return [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def peak(recipe: Recipe, num_blocks: int, chunk: int, dtype: torch.dtype) -> int:
@@ -57,7 +31,7 @@ def peak(recipe: Recipe, num_blocks: int, chunk: int, dtype: torch.dtype) -> int
     targets = BlockTargets(ids[:, 1:], ones, ones, ids, lambda blocks: head(states[blocks]))
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16), LiveBytes() as live:
         block_loss(hidden, targets, head, refiner, recipe, chunk_blocks=chunk)
-    return live.peak
+    return live.peak()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

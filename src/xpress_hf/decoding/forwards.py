@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .caches import aligned_columns, keep_columns, keep_rows, ragged_cache, recording_cache
+from .caches import aligned_columns, keep_columns, keep_rows, on_device, ragged_cache, recording_cache
 from .target import tap_request, taps
 
 # One number per token; the answer goes on with the number of the last prompt token, as in plain generate.
@@ -170,7 +170,7 @@ class TargetForwards:
         for name in TOKEN_TYPES:
             if name in self.later_inputs:
                 inputs[name] = self.later_inputs[name][:, -1:].expand(-1, tokens.shape[1])
-        run = torch.tensor(lengths, device=device)
+        run = on_device(lengths, device)
         if any(length < width for length in lengths):
             columns = torch.arange(width + tokens.shape[1], device=device)
             inputs["attention_mask"] = (columns >= (width - run)[:, None]).long()
@@ -191,15 +191,14 @@ class TargetForwards:
             return
         total = self.cache.get_seq_length()
         if any(dropped) or max(lengths) < total:
-            device = self.offset.device
-            columns = aligned_columns(total, torch.tensor(dropped, device=device), max(lengths))
+            columns = aligned_columns(total, on_device(dropped, self.offset.device), max(lengths))
             keep_columns(self.cache, columns)
 
     def keep(self, rows: list[int]) -> None:
         """Drops all rows but `rows`."""
         if not rows:
             return
-        index = torch.tensor(rows, device=self.offset.device)
+        index = on_device(rows, self.offset.device)
         self.offset = self.offset[..., index]
         keep_rows(self.cache, index)
         for name in TOKEN_TYPES:

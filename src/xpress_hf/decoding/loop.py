@@ -13,18 +13,21 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
+from transformers.utils import logging
 
 from ..modeling.backbone import additive_mask, context_visibility
 from ..modeling.drafter import XPressDrafter
 from .acceptance import AcceptanceRecord
-from .budget import AutoLength, costs_of
-from .caches import row_columns
+from .budget import AutoLength, history_of
+from .caches import on_device, row_columns
 from .candidates import StopRules, confidence_threshold, confident_slots, draft_limit, position_free
 from .forwards import TargetForwards
 from .outputs import Requested
 from .rows import Context, Row, RowProcessors, chooser_for
 from .target import Target
 from .verification import block_verification, match, token_rejection
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class DecodingLoop:
         self.draft_limit = draft_limit(drafter, config)
         self.auto: AutoLength | None = None
         if drafter.speculation.draft_length == "auto" and self.draft_limit:
-            self.auto = AutoLength(self.draft_limit, costs_of(model, drafter))
+            self.auto = AutoLength(self.draft_limit, history_of(model, drafter))
         self.threshold = confidence_threshold(drafter, config)
         self.judge = block_verification if drafter.speculation.verification == "block" else token_rejection
         self.forwards = TargetForwards(
@@ -104,31 +107,39 @@ class DecodingLoop:
             self._cycle()
         if self.streamer is not None:
             self.streamer.end()
+        if self.auto is not None and self.auto.mostly_plain:
+            logger.warning_once(
+                f"`draft_length`='auto': speculation does not pay for {self.batch} sequences at a time on this "
+                "machine; most steps ran without a draft."
+            )
         return sorted(self.finished, key=lambda row: row.index)
 
     def _prefill(self) -> None:
         input_ids = torch.stack([row.ids for row in self.rows])
         outputs, states = self.forwards.prefill(input_ids)
-        self.context.add(states, [row.pads for row in self.rows], [row.length for row in self.rows])
+        if self.draft_limit:
+            self.context.add(states, [row.pads for row in self.rows], [row.length for row in self.rows])
         self._commit(self._no_draft(), outputs, first=True)
 
     def _cycle(self) -> None:
         if self.auto is None:
-            return self._step(self.draft_limit)
+            self._step(self.draft_limit)
+            return
         rows = list(self.rows)
         length, before = self.auto.choose(len(rows)), [row.record.num_cycles for row in rows]
         start = time.perf_counter()
-        self._step(length)
+        length = self._step(length)
         seconds = time.perf_counter() - start
         records = [row.record for row, count in zip(rows, before, strict=True) if row.record.num_cycles > count]
         self.auto.note(len(rows), length, seconds, [(one.accepted[-1], one.verified[-1]) for one in records])
 
-    def _step(self, limit: int) -> None:
-        """One cycle that verifies at most `limit` drafts of a row; 0 = a plain step."""
+    def _step(self, limit: int) -> int:
+        """One cycle that verifies at most `limit` drafts of a row; 0 = a plain step. Returns how many it verified."""
         draft = self._draft(limit)
         anchors = torch.stack([row.ids[-1] for row in self.rows])[:, None]
         outputs = self.forwards.verify(torch.cat([anchors, draft.ids], dim=1), [row.length - 1 for row in self.rows])
         self._commit(draft, outputs)
+        return draft.ids.shape[1]
 
     def _no_draft(self) -> Draft:
         device = self.rows[0].ids.device
@@ -143,12 +154,13 @@ class DecodingLoop:
         device = self.rows[0].ids.device
         anchors = torch.stack([row.ids[-2:] if row.length > 1 else row.ids[-1].expand(2) for row in self.rows])
         chooser = chooser_for(self.rows, self.processors, self.do_sample)
-        context = self.context
+        new = self.context.take()
         draft = self.drafter.draft_block(
-            self.target, anchors, context.new, context.cache, chooser, **self._block_inputs()
+            self.target, anchors, new, self.context.cache, chooser, **self._block_inputs(new.shape[1])
         )
-        context.drafted()
-        lengths = torch.minimum(torch.tensor(room, device=device), chooser.usable.to(device))
+        del new
+        self.context.pack()
+        lengths = torch.minimum(on_device(room, device), chooser.usable.to(device))
         if self.threshold:
             lengths = torch.minimum(lengths, confident_slots(chooser.laws, self.threshold).to(device))
         laws = None
@@ -156,13 +168,13 @@ class DecodingLoop:
             laws = chooser.laws[:, : max(room)].float().softmax(dim=-1).nan_to_num(0.0)
         return Draft(draft.ids[:, : max(room)].to(device), laws, lengths)
 
-    def _block_inputs(self) -> dict[str, Any]:
-        """Positions and masks of the next block; none where every context row counts."""
+    def _block_inputs(self, num_new: int) -> dict[str, Any]:
+        """Positions and masks of the next block behind `num_new` new context rows; none where all of them count."""
         context, config = self.context, self.drafter.config
         if context.dense:
             return {}
         device = context.valid.device
-        starts = torch.tensor([row.length - 1 for row in self.rows], device=device)
+        starts = on_device([row.length - 1 for row in self.rows], device)
         block = starts[:, None] + torch.arange(config.block_size, device=device)
         kinds = dict(zip(config.layer_types, config.block_attention_per_layer, strict=True))
         masks = {
@@ -172,7 +184,7 @@ class DecodingLoop:
             ).to(self.drafter.device)
             for kind, direction in kinds.items()
         }
-        new = context.positions[:, -context.new.shape[1] :]
+        new = context.positions[:, -num_new:]
         return {"position_ids": torch.cat([new, block], dim=1), "attention_mask": masks}
 
     def _judged(self, draft_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -228,7 +240,8 @@ class DecodingLoop:
             else:
                 going.append(number)
         if not first:
-            self.context.add(self.forwards.taps(outputs), [0] * len(counts), counts)
+            if self.draft_limit:
+                self.context.add(self.forwards.taps(outputs), [0] * len(counts), counts)
             self.forwards.drop(
                 [tokens.shape[1] - count for count in counts],
                 [length + count for length, count in zip(run, counts, strict=True)],

@@ -14,7 +14,7 @@ from transformers.generation import LogitsProcessorList
 
 from ..modeling.drafter import XPressDrafter
 from .acceptance import AcceptanceRecord
-from .caches import keep_columns, keep_rows
+from .caches import keep_columns, keep_rows, on_device
 from .candidates import SlotChooser, position_free
 
 
@@ -83,19 +83,44 @@ def chooser_for(rows: list[Row], processors: LogitsProcessorList, do_sample: boo
     return RowChoosers(rows, do_sample)
 
 
+@dataclass
+class Waiting:
+    """Taps [R, S, L * H] of one forward of the target that no draft has read yet. `counts[r]` places of row r count,
+    from `firsts[r]` on; `seen[r]` context rows stand before them."""
+
+    states: torch.Tensor
+    firsts: list[int]
+    counts: list[int]
+    seen: list[int]
+
+    def keep(self, rows: list[int]) -> None:
+        self.states = self.states[on_device(rows, self.states.device)]
+        self.firsts, self.counts, self.seen = (
+            [values[row] for row in rows] for values in (self.firsts, self.counts, self.seen)
+        )
+
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Position of each place, and whether it counts. [R, S]"""
+        device = self.states.device
+        firsts, counts, seen = (on_device(one, device)[:, None] for one in (self.firsts, self.counts, self.seen))
+        places = torch.arange(self.states.shape[1], device=device) - firsts
+        return (seen + places).clamp(min=0), (places >= 0) & (places < counts)
+
+
 class Context:
-    """Context rows of the drafter for all running rows: cached ones and those that wait for the next draft.
+    """Context rows of the drafter for all running rows: cached ones and those that wait for the next draft, which
+    cost nothing until then.
 
     counts: context rows of each running row, those that wait included.
-    new: waiting rows [R, S, L * H]. positions, valid: [R, T] of all columns, the waiting ones at the end; where every
-    column of every row counts (`dense`: one sequence), neither is kept.
+    positions, valid: [R, T] of the columns that a draft has read; where every column of every row counts (`dense`: one
+    sequence), neither is kept.
     """
 
     def __init__(self, drafter: XPressDrafter, num_rows: int):
         self.cache = drafter.new_cache()
         self.counts = [0] * num_rows
         self.dense = num_rows == 1
-        self.new: torch.Tensor | None = None
+        self.waiting: list[Waiting] = []
         self.positions: torch.Tensor | None = None
         self.valid: torch.Tensor | None = None
 
@@ -103,20 +128,21 @@ class Context:
         """Rows for the next draft: `counts[r]` places of row r of `states` [R, S, L * H], from `firsts[r]` on."""
         if self.dense:
             states = states[:, firsts[0] : firsts[0] + counts[0]]
-        else:
-            device = states.device
-            first, count, seen = (torch.tensor(one, device=device)[:, None] for one in (firsts, counts, self.counts))
-            places = torch.arange(states.shape[1], device=device) - first
-            valid = (places >= 0) & (places < count)
-            positions = (seen + places).clamp(min=0)
-            self.valid = valid if self.valid is None else torch.cat([self.valid, valid], dim=1)
-            self.positions = positions if self.positions is None else torch.cat([self.positions, positions], dim=1)
-        self.new = states if self.new is None else torch.cat([self.new, states], dim=1)
+        self.waiting.append(Waiting(states, firsts, counts, self.counts))
         self.counts = [old + more for old, more in zip(self.counts, counts, strict=True)]
 
-    def drafted(self) -> None:
-        """The waiting rows are cached now: reclaims columns that belong to no row."""
-        self.new = None
+    def take(self) -> torch.Tensor:
+        """The rows that wait, for the drafter to read [R, S, L * H]; their columns join `positions` and `valid`."""
+        waiting, self.waiting = self.waiting, []
+        if not self.dense:
+            columns = [one.columns() for one in waiting]
+            if self.valid is not None:
+                columns.insert(0, (self.positions, self.valid))
+            self.positions, self.valid = (torch.cat(parts, dim=1) for parts in zip(*columns, strict=True))
+        return torch.cat([one.states for one in waiting], dim=1)
+
+    def pack(self) -> None:
+        """Reclaims columns of the drafter's cache that belong to no row."""
         if self.dense:
             return
         width = max(self.counts)
@@ -131,8 +157,10 @@ class Context:
         """Drops all rows but `rows`."""
         if self.dense:
             return
-        index = torch.tensor(rows, device=self.valid.device)
-        keep_rows(self.cache, index)
-        self.positions, self.valid = self.positions[index], self.valid[index]
-        self.new = None if self.new is None else self.new[index.to(self.new.device)]
         self.counts = [self.counts[row] for row in rows]
+        for one in self.waiting:
+            one.keep(rows)
+        if self.valid is not None:
+            index = on_device(rows, self.valid.device)
+            keep_rows(self.cache, index)
+            self.positions, self.valid = self.positions[index], self.valid[index]

@@ -43,6 +43,11 @@ class Table:
             f"<tbody>\n{body}\n</tbody>\n</table>\n{note}"
         )
 
+    def to_markdown(self) -> str:
+        lines = [self.columns, ["---", *["---:"] * (len(self.columns) - 1)], *self.rows]
+        table = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+        return f"{self.title}\n\n{table}\n" + (f"\n{self.note}\n" if self.note else "")
+
 
 def ms(seconds: float) -> str:
     return f"{1e3 * seconds:.2f}"
@@ -88,6 +93,7 @@ def cycle_table(figures: Sequence[ArmFigures]) -> Table | None:
             one.arm,
             *(ms(one.cycle_s[part]) for part in (*PARTS, "rest")),
             ms(sum(one.cycle_s.values())),
+            f"{one.cycle_s['rest'] / sum(one.cycle_s.values()):.1%}",
             f"{one.hooks_share:.2%}",
         ]
         for one in timed
@@ -95,9 +101,11 @@ def cycle_table(figures: Sequence[ArmFigures]) -> Table | None:
     note = (
         "Milliseconds per cycle (one forward of the target), pooled over prompts. draft: backbone and borrowed head, "
         "or the forwards of another assistant; refine: all sweeps; verify: the target; rest: everything else in "
-        "generate(). hooks: what timing these parts cost, over the time of the cycle."
+        "generate(), with its share of the cycle. hooks: what timing these parts cost, over the time of the cycle."
     )
-    return Table("Time of a cycle", ["arm", *PARTS, "rest", "cycle", "hooks"], rows, note) if rows else None
+    return (
+        Table("Time of a cycle", ["arm", *PARTS, "rest", "cycle", "rest share", "hooks"], rows, note) if rows else None
+    )
 
 
 def bounds_table(figures: Sequence[ArmFigures]) -> Table | None:

@@ -274,7 +274,7 @@ class XPressDrafter(PreTrainedModel):
         if position_ids is None:
             start = cache.get_seq_length()
             num_rows = context_hidden_states.shape[1] + config.block_size
-            position_ids = torch.arange(start, start + num_rows)[None]
+            position_ids = torch.arange(start, start + num_rows, device=device)[None]
         hidden_states = self(
             noise_embeds=target.embed(torch.cat([anchor, masks], dim=1)).to(device),
             context_hidden_states=context_hidden_states.to(device),
