@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import string
 
 # Threads of two busy processes wait for each other on small machines: one each for test workers side by side, whatever
 # they inherit from the process that started them.
@@ -18,7 +19,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from xpress_hf import XPressConfig, XPressDrafter
 from xpress_hf.modeling.drafter import BlockDraft
@@ -153,6 +155,19 @@ class OracleDrafter(XPressDrafter):
                 token = (token + 1) % (target.config.vocab_size - 1)
             logits[0, slot, token] = 20.0
         return BlockDraft(choose(logits, None), logits)
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """64 tokens of one letter each: texts decode to strings of the same length."""
+    letters = string.ascii_letters + string.digits + "+-"
+    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def fuzz_seeds(usual: int) -> range:
+    """Seeds of a fuzz test: `usual` ones, or as many as the variable XPRESS_HF_FUZZ_CASES asks for."""
+    return range(int(os.environ.get("XPRESS_HF_FUZZ_CASES", usual)))
 
 
 def plain(target: PreTrainedModel, ids: torch.Tensor, **kwargs) -> torch.Tensor:
