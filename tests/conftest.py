@@ -82,7 +82,8 @@ def build_target(family: str = "qwen3", seed: int = 0, factor: float = 6.0, **ov
     model_type, extra = FAMILIES[family]
     values = {**COMMON, **extra, **overrides}
     if model_type == "gpt2":
-        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+        sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+        for key in (*sizes, "num_key_value_heads"):
             values.pop(key)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values)).eval()

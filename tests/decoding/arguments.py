@@ -20,6 +20,8 @@ from tests.decoding.test_hybrids import hybrid
 FAMILIES = ("llama", "qwen3", "mistral-window", "gemma3", "gpt2", "lfm2")
 # No id of these is among the drawn end ids, so that a text is never left without a token.
 ALLOWED = 60
+# Families that look back eight tokens in some layers.
+WINDOWED = ("mistral-window", "gemma3")
 OUTPUTS = ("scores", "logits", "hidden_states", "attentions")
 
 
@@ -126,7 +128,13 @@ def draw_sampling(rng: random.Random, case: Case, sampled: bool) -> None:
     if not case.options["do_sample"]:
         return
     case.options |= {"temperature": rng.choice([0.7, 1.0]), "top_k": 0 if sampled else 1}
-    for name, value in (("top_p", 0.8), ("min_p", 0.05), ("typical_p", 0.9), ("epsilon_cutoff", 1e-3), ("eta_cutoff", 1e-3)):
+    for name, value in (
+        ("top_p", 0.8),
+        ("min_p", 0.05),
+        ("typical_p", 0.9),
+        ("epsilon_cutoff", 1e-3),
+        ("eta_cutoff", 1e-3),
+    ):
         if rng.random() < 0.15:
             case.options[name] = value
     if rng.random() < 0.3 and case.family != "lfm2":
@@ -137,7 +145,9 @@ def draw_sampling(rng: random.Random, case: Case, sampled: bool) -> None:
 def draw_ends(rng: random.Random, case: Case, budget: int, usual: list[int]) -> None:
     options, ids = case.options, case.ids
     if rng.random() < 0.6 or (case.num_rows > 1 and rng.random() < 0.8):
-        options["eos_token_id"] = rng.choice([rng.choice(usual), rng.sample(range(ALLOWED), 4), [rng.choice(usual), 61]])
+        options["eos_token_id"] = rng.choice(
+            [rng.choice(usual), rng.sample(range(ALLOWED), 4), [rng.choice(usual), 61]]
+        )
         name, value = rng.choice(
             [
                 ("min_new_tokens", rng.randint(0, budget)),
@@ -175,10 +185,15 @@ def draw_processors(rng: random.Random, case: Case, usual: list[int]) -> None:
         "logits_processor": lambda: LogitsProcessorList([Habit()]),
         "renormalize_logits": lambda: True,
         "remove_invalid_values": lambda: True,
-        "watermarking_config": lambda: WatermarkingConfig(bias=2.0, seeding_scheme=rng.choice(["lefthash", "selfhash"])),
+        "watermarking_config": lambda: WatermarkingConfig(
+            bias=2.0, seeding_scheme=rng.choice(["lefthash", "selfhash"])
+        ),
     }
     for name in rng.sample(sorted(drawn), rng.choice([0, 0, 1, 1, 2, 3])):
         case.options[name] = drawn[name]()
+    forced = {case.options.get("forced_bos_token_id"), case.options.get("forced_eos_token_id")}
+    if "suppress_tokens" in case.options:
+        case.options["suppress_tokens"] = [token for token in case.options["suppress_tokens"] if token not in forced]
 
 
 def draw_outputs(rng: random.Random, case: Case) -> None:
@@ -193,13 +208,16 @@ def draw_outputs(rng: random.Random, case: Case) -> None:
 def draw_inputs(rng: random.Random, case: Case) -> None:
     """Caches, pieces of the prompt, embeddings, token types and positions."""
     target, ids, options = case.target, case.ids, case.options
-    single, width = len(ids) == 1, ids.shape[1]
+    single, width = case.num_rows == 1, ids.shape[1]
     kind = rng.choice(["none"] * 8 + ["prefix", "prefix", "static", "static object", "dynamic"])
+    if kind == "static" and case.family in WINDOWED:
+        # Within its window a static cache can be rolled back, and generate() sizes its own by earlier calls.
+        kind = "static object"
     if kind == "prefix" and single and width > 1:
         with torch.no_grad():
             cached = target(ids[:, : rng.randint(1, width - 1)], use_cache=True).past_key_values
         case.fresh["past_key_values"] = lambda: copy.deepcopy(cached)
-    elif kind == "static object":
+    elif kind == "static object" and len(ids) == case.num_rows:
         case.fresh["past_key_values"] = lambda: StaticCache(config=target.config, max_cache_len=64)
     elif kind in ("static", "dynamic"):
         options["cache_implementation"] = kind
@@ -237,16 +255,22 @@ def draw_speculation(rng: random.Random, case: Case) -> None:
 REFUSED: list[tuple[str, Callable[[Case], bool]]] = [
     (
         "`stopping_criteria`: without an end id",
-        lambda case: case.num_rows > 1
-        and "eos_token_id" not in case.options
-        and ("stop_strings" in case.options or "stopping_criteria" in case.options),
+        lambda case: (
+            case.num_rows > 1
+            and "eos_token_id" not in case.options
+            and ("stop_strings" in case.options or "stopping_criteria" in case.options)
+        ),
     ),
+    ("`past_key_values`: a static cache with", lambda case: case.has_static_cache and case.family == "lfm2"),
     ("`past_key_values`: a batch with a drafter", lambda case: case.num_rows > 1 and case.has_static_cache),
     (
         "`prefill_chunk_size`: `inputs_embeds`",
-        lambda case: "inputs_embeds" in case.options
-        and case.options.get("prefill_chunk_size", 99) < case.ids.shape[1] - case.num_cached,
+        lambda case: (
+            "inputs_embeds" in case.options
+            and case.options.get("prefill_chunk_size", 99) < case.ids.shape[1] - case.num_cached
+        ),
     ),
+    ("cannot be rolled back", lambda case: case.has_static_cache and case.family in WINDOWED),
 ]
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import set_seed
 
 from tests.conftest import build_config, build_drafter, fuzz_seeds
-from tests.decoding.arguments import Case, draw_case, refusal
+from tests.decoding.arguments import OUTPUTS, Case, draw_case, refusal
 from tests.decoding.test_batches import BatchOracle
 from tests.decoding.test_calls import Collector
 from tests.decoding.test_outputs import assert_same, cache_of
@@ -47,17 +47,21 @@ def answer(case: Case, drafter: XPressDrafter | None = None):
 
 
 def steps_of(case: Case, ids: torch.Tensor) -> list[int]:
-    """New tokens of each row up to the first end id."""
+    """New tokens of each row, padding behind them left out."""
+    if len(ids) == 1:
+        return [ids.shape[1] - case.ids.shape[1]]
     new = ids[:, case.ids.shape[1] :]
-    if "eos_token_id" not in case.options:
-        return [new.shape[1]] * len(ids)
-    ends = torch.isin(new, torch.tensor(case.options["eos_token_id"]))
-    return [int(row.nonzero()[0]) + 1 if row.any() else len(row) for row in ends]
+    return [
+        max([0, *(new[row] != case.options["pad_token_id"]).nonzero().flatten().add(1).tolist()])
+        for row in range(len(new))
+    ]
 
 
 def settings(case: Case, drafter: XPressDrafter) -> list[dict]:
     target = case.target
-    return [one.to_dict() for one in (target.config, target.generation_config, drafter.config, drafter.generation_config)]
+    return [
+        one.to_dict() for one in (target.config, target.generation_config, drafter.config, drafter.generation_config)
+    ]
 
 
 def check_refusal(case: Case, words: str) -> None:
@@ -77,9 +81,60 @@ def test_random_arguments(seed):
     found, ids = answer(case, drafter)
     assert torch.equal(ids, text), case
     assert settings(case, drafter) == before
+    if isinstance(drafter, RandomOracle) and drafter.rate == 0 and case.num_rows == 1:
+        assert drafter.last_acceptance.accepted == drafter.last_acceptance.verified, "no draft was wrong"
     if isinstance(expected, torch.Tensor):
         assert isinstance(found, torch.Tensor)
         return
     width = case.ids.shape[1]
     assert_same(found, expected, steps_of(case, text), [width - one.shape[1] for one in case.prompts])
     assert cache_of(found).get_seq_length() == cache_of(expected).get_seq_length()
+
+
+def shapes(output) -> dict[str, list]:
+    """Shapes of every step of every entry that was asked for."""
+    found = {}
+    for name in OUTPUTS:
+        if (steps := getattr(output, name)) is not None:
+            found[name] = [[one.shape for one in (step if isinstance(step, tuple) else (step,))] for step in steps]
+    return found
+
+
+def check_end(case: Case, new: list[int]) -> None:
+    """A row goes on until a stop rule, and nothing but padding stands behind its end."""
+    options = case.options
+    budget = options.get("max_new_tokens", options.get("max_length", 0) - case.ids.shape[1])
+    ends = torch.tensor(options.get("eos_token_id", [])).flatten().tolist()
+    end = next((place for place, token in enumerate(new) if token in ends), None)
+    assert len(new) <= budget
+    if end is not None:
+        assert set(new[end + 1 :]) <= {options["pad_token_id"]}
+    elif not {"stop_strings", "stopping_criteria", "max_time"} & set(options):
+        assert len(new) == budget
+
+
+@pytest.mark.parametrize("seed", [10**6 + seed for seed in fuzz_seeds(60)])
+def test_random_arguments_of_sampled_texts(seed):
+    """Another draw than plain generate's, so that form alone is compared; laws are tested in test_sampling."""
+    case = draw_case(seed, sampled=True)
+    drafter = build_drafter(seed, **case.overrides)
+    if (words := refusal(case)) is not None:
+        return check_refusal(case, words)
+    set_seed(seed)
+    expected, _ = answer(case)
+    before = settings(case, drafter)
+    found, ids = answer(case, drafter)
+    assert settings(case, drafter) == before
+    assert type(found) is type(expected)
+    assert torch.equal(ids[:, : case.ids.shape[1]], case.ids.repeat_interleave(len(ids) // len(case.ids), dim=0))
+    for row in ids[:, case.ids.shape[1] :].tolist():
+        check_end(case, row)
+    if isinstance(expected, torch.Tensor):
+        return
+    assert list(found) == list(expected)
+    assert cache_of(found).get_seq_length() == ids.shape[1] - 1
+    ours, theirs = shapes(found), shapes(expected)
+    assert list(ours) == list(theirs)
+    for name, steps in ours.items():
+        assert len(steps) == ids.shape[1] - case.ids.shape[1]
+        assert all(one == other for one, other in zip(steps, theirs[name], strict=False)), name

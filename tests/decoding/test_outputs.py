@@ -59,7 +59,9 @@ def assert_same(found, expected, rows=None, pads=None):
                     if rows is not None and step >= rows[row]:
                         continue
                     first = 0 if pads is None or by_token or step else pads[row]
-                    places = (row, slice(first, None)) if name != "attentions" else (row, slice(None), slice(first, None))
+                    places = (
+                        (row, slice(first, None)) if name != "attentions" else (row, slice(None), slice(first, None))
+                    )
                     if by_token:
                         places = (row,)
                     torch.testing.assert_close(layer[places], wanted[places], atol=1e-3, rtol=1e-3)
@@ -204,6 +206,30 @@ def test_a_static_cache_object(target, drafter):
     else:
         with pytest.raises(ValueError, match=r"StaticCache.*cannot be rolled back"):
             target.generate(ids, past_key_values=cache, assistant_model=drafter, **options)
+
+
+@pytest.mark.skipif(not StaticLayer.is_croppable, reason="static caches cannot be cropped in this transformers")
+def test_attentions_over_a_static_cache():
+    """One column for every place of the cache, empty ones included."""
+    target, ids = build_target(attn_implementation="eager"), prompt()
+    options = {"max_new_tokens": NEW, "do_sample": False, "cache_implementation": "static", **EVERYTHING}
+    found = target.generate(ids, assistant_model=pair(target, ids), **options)
+    expected = target.generate(ids, **options)
+    assert_same(found, expected)
+    assert expected.attentions[1][0].shape[-1] == ids.shape[1] + NEW - 1
+
+
+def test_embeddings_behind_a_cached_prefix(target):
+    """The drafter reads the prefix by the same embeddings as the target."""
+    ids = prompt(12)
+    embeds = target.get_input_embeddings()(ids)
+    options = {"inputs_embeds": embeds, "max_new_tokens": NEW, "do_sample": False}
+    expected = target.generate(ids, **options)
+    first = target.generate(ids[:, :5], max_new_tokens=1, do_sample=False, return_dict_in_generate=True)
+    drafter = pair(target, ids)
+    out = target.generate(ids, past_key_values=cache_of(first), assistant_model=drafter, **options)
+    assert torch.equal(out, expected)
+    assert drafter.last_acceptance.acceptance_length > 1.5
 
 
 def test_a_cache_that_cannot_be_rolled_back_is_refused(target, drafter):
