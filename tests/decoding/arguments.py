@@ -191,6 +191,9 @@ def draw_processors(rng: random.Random, case: Case, usual: list[int]) -> None:
     }
     for name in rng.sample(sorted(drawn), rng.choice([0, 0, 1, 1, 2, 3])):
         case.options[name] = drawn[name]()
+    if case.options["do_sample"] and "prefix_allowed_tokens_fn" in case.options:
+        # The penalty of an id that is not allowed is not a number.
+        case.options.pop("exponential_decay_length_penalty", None)
     forced = {case.options.get("forced_bos_token_id"), case.options.get("forced_eos_token_id")}
     if "suppress_tokens" in case.options:
         case.options["suppress_tokens"] = [token for token in case.options["suppress_tokens"] if token not in forced]
@@ -266,8 +269,8 @@ REFUSED: list[tuple[str, Callable[[Case], bool]]] = [
     (
         "`prefill_chunk_size`: `inputs_embeds`",
         lambda case: (
-            "inputs_embeds" in case.options
-            and case.options.get("prefill_chunk_size", 99) < case.ids.shape[1] - case.num_cached
+            {"inputs_embeds", "prefill_chunk_size"} <= set(case.options)
+            and (case.num_cached > 0 or case.options["prefill_chunk_size"] < case.ids.shape[1])
         ),
     ),
     ("cannot be rolled back", lambda case: case.has_static_cache and case.family in WINDOWED),

@@ -92,6 +92,17 @@ def test_every_output_of_a_batch():
     assert_same(found, expected, steps, pads=[0, 5, 3])
 
 
+def test_attentions_of_a_batch_whose_prompt_is_read_in_pieces():
+    """Layers with a window show as many columns of earlier pieces as they keep."""
+    target = build_target("mistral-window", attn_implementation="eager")
+    ids, mask, prompts = ragged((20, 13))
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    options.update(EVERYTHING, prefill_chunk_size=6)
+    expected = target.generate(ids, **options)
+    assert expected.attentions[0][0].shape == (2, 4, 2, 8 - 1 + 2)
+    assert_same(target.generate(ids, assistant_model=oracle(target, prompts), **options), expected, pads=[0, 7])
+
+
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window"])
 def test_going_on_from_the_returned_cache(family):
     """D2, D6, D8: the cache holds all tokens but the last, layers with a window at most that many; going on with it

@@ -59,7 +59,7 @@ def aligned_columns(total: int, dropped: torch.Tensor, width: int) -> torch.Tens
 
 
 def recording_cache(cache: Cache) -> Cache:
-    """The cache of one sequence, told to keep what a rejected draft would overwrite in windowed and convolution layers.
+    """The cache of one sequence, told to keep what a rejected draft would overwrite in windowed and stateful layers.
 
     Raises:
         ValueError: a static cache with layers that grow then: single tokens would attend to its empty columns.
@@ -67,10 +67,10 @@ def recording_cache(cache: Cache) -> Cache:
     if hasattr(cache, "activate_past_recording"):
         cache.activate_past_recording()
     if isinstance(cache, StaticCache) and not cache.is_compileable:
+        kinds = sorted({type(layer).__name__ for layer in cache.layers})
         raise ValueError(
-            f"`past_key_values`: a static cache with {sorted({type(layer).__name__ for layer in cache.layers})} cannot "
-            "be rolled back after a rejected draft; leave it and `cache_implementation` out, or generate without "
-            "`assistant_model`."
+            f"`past_key_values`: a static cache with {kinds} cannot be rolled back after a rejected draft; leave it "
+            "and `cache_implementation` out, or generate without `assistant_model`."
         )
     return cache
 

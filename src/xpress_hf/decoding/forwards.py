@@ -101,15 +101,15 @@ class TargetForwards:
             the outputs of the last forward, whose logits are those of the last token alone where the target can do so,
             and the taps of the whole prompt [R, S, L * H].
         """
+        step = self.chunk_size or input_ids.shape[1]
+        if self.chunk_size and (self.num_cached or step < input_ids.shape[1]):
+            self._check_chunks()
         states = []
         if self.num_cached:
             # The drafter needs the taps of the prefix; the target goes on from the cache that it was given.
             inputs = self._prompt_inputs(input_ids, 0, self.num_cached)
             inputs[self.cache_name], inputs["use_cache"] = None, False
             states.append(self.taps(self.model(**inputs)))
-        step = self.chunk_size or input_ids.shape[1]
-        if step < input_ids.shape[1] - self.num_cached:
-            self._check_chunks()
         for begin in range(self.num_cached, input_ids.shape[1], step):
             inputs = self._prompt_inputs(input_ids, begin, min(begin + step, input_ids.shape[1]))
             outputs = self.model(**inputs)

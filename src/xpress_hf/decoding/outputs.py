@@ -77,11 +77,22 @@ class Requested:
                 continue
             layers = getattr(outputs, name)
             if first:
-                steps.append(tuple(layer[number] for layer in layers))
+                steps.append(self._of_prompt(name, number, layers))
             elif name == "hidden_states":
                 steps += [tuple(layer[number, place, None] for layer in layers) for place in range(count)]
             else:
                 steps += [self._attentions(row, number, place, layers) for place in range(count)]
+
+    def _of_prompt(self, name: str, number: int, layers: Any) -> tuple[torch.Tensor, ...]:
+        """States or weights of a row's prompt, or of its last piece. Layers with a window keep that many columns of
+        earlier pieces, the caches of batches all of them."""
+        own = tuple(layer[number] for layer in layers)
+        if name == "hidden_states" or self.fixed_size:
+            return own
+        return tuple(
+            weights if window is None else weights[..., 1 - window - weights.shape[-2] :]
+            for weights, window in zip(own, self.windows, strict=True)
+        )
 
     def _attentions(self, row: Row, number: int, place: int, layers: Any) -> tuple[torch.Tensor, ...]:
         """Weights [heads, 1, T'] of one place over the row's own columns, as plain decoding lays them out."""
