@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import string
 
 # Threads of two busy processes wait for each other on small machines: one each for test workers side by side, whatever
 # they inherit from the process that started them.
@@ -18,7 +19,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from xpress_hf import XPressConfig, XPressDrafter
 from xpress_hf.modeling.drafter import BlockDraft
@@ -80,7 +82,8 @@ def build_target(family: str = "qwen3", seed: int = 0, factor: float = 6.0, **ov
     model_type, extra = FAMILIES[family]
     values = {**COMMON, **extra, **overrides}
     if model_type == "gpt2":
-        for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+        sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+        for key in (*sizes, "num_key_value_heads"):
             values.pop(key)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values)).eval()
@@ -153,6 +156,19 @@ class OracleDrafter(XPressDrafter):
                 token = (token + 1) % (target.config.vocab_size - 1)
             logits[0, slot, token] = 20.0
         return BlockDraft(choose(logits, None), logits)
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """64 tokens of one letter each: texts decode to strings of the same length."""
+    letters = string.ascii_letters + string.digits + "+-"
+    tokenizer = Tokenizer(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def fuzz_seeds(usual: int) -> range:
+    """Seeds of a fuzz test: `usual` ones, or as many as the variable XPRESS_HF_FUZZ_CASES asks for."""
+    return range(int(os.environ.get("XPRESS_HF_FUZZ_CASES", usual)))
 
 
 def plain(target: PreTrainedModel, ids: torch.Tensor, **kwargs) -> torch.Tensor:

@@ -25,7 +25,7 @@ from tests.checkpoints.foreign import (
     values,
     write,
 )
-from tests.conftest import build_drafter
+from tests.conftest import build_drafter, fuzz_seeds
 from xpress_hf import XPressDrafter
 
 BASES = {
@@ -247,7 +247,7 @@ def check(folder: Path, mutation: Callable, draw: random.Random, expected: list)
         assert equal(computed(drafter), expected), f"{mutation.__name__} gives something else"
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", fuzz_seeds(200))
 def test_a_mutated_checkpoint(tmp_path, originals, seed):
     draw = random.Random(seed)
     base = draw.choice(sorted(BASES))
@@ -264,7 +264,7 @@ REFERENCES = (
 )
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", fuzz_seeds(100))
 def test_a_mutated_reference_checkpoint(tmp_path, golden, seed):
     draw = random.Random(seed)
     source = golden / draw.choice(REFERENCES)

@@ -4,6 +4,7 @@ are E4, E6 to E9, E12, E16, E17, I7 (test_layouts), I6 (test_export), I4, I5 (te
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tests.checkpoints.foreign import DFLASH, SPECULATORS, ZLAB, values, write
 from tests.conftest import build_config, build_drafter, build_target, plain, prompt
 from xpress_hf import XPressDrafter
-from xpress_hf.decoding.target import tap_request, taps
+from xpress_hf.checkpoints.export import export
+from xpress_hf.decoding.target import Target, tap_request, taps
 from xpress_hf.training.features import target_states
 
 
@@ -55,6 +57,35 @@ def test_e2_training_and_generation_read_the_same_taps(tmp_path, monkeypatch):
     trained, _ = target_states(target, ids, torch.ones_like(ids), drafter.config.target_layer_ids)
     torch.testing.assert_close(fed, trained[:, : fed.shape[1]].to(fed.dtype), atol=1e-4, rtol=1e-4)
     assert 1 <= drafter.last_acceptance.acceptance_length <= 1.6  # a random drafter is never perfect
+
+
+def test_e4_taps_keep_their_order(tmp_path):
+    build_drafter(target_layer_ids=[5, 1, 3], num_target_layers=8).save_pretrained(tmp_path)
+    assert XPressDrafter.from_pretrained(tmp_path).config.target_layer_ids == [5, 1, 3]
+
+
+@pytest.mark.parametrize(("layout", "drafted"), [("fill", [11, 12, 13]), ("shift", [10, 11, 12, 13])])
+def test_e6_the_slot_of_the_anchor(tmp_path, layout, drafted):
+    """Slots whose logits always choose 10, 11, 12, 13: in the fill layout the anchor's own slot drafts nothing."""
+    build_drafter(slot_layout=layout, block_size=4, refiner=None).save_pretrained(tmp_path)
+    drafter = XPressDrafter.from_pretrained(tmp_path)
+    slots = torch.eye(64)[[10, 11, 12, 13]][None]
+    drafter.backbone.register_forward_hook(lambda *args: slots)
+    head = SimpleNamespace(embed=lambda ids: torch.zeros(*ids.shape, 32), logits=lambda states: states)
+    known, context = torch.tensor([[1, 2]]), torch.zeros(1, 5, 64)
+    assert drafter.draft_block(head, known, context, drafter.new_cache()).ids.tolist() == [drafted]
+
+
+def test_e9_e12_the_rotary_base_and_three_taps_travel(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 12345.0}
+    taps = {"target_layer_ids": [0, 1, 2], "num_target_layers": 4}
+    drafter = build_drafter(rope_parameters=rope, refiner=None, **taps)
+    drafter.save_pretrained(tmp_path / "own")
+    export(drafter, tmp_path / "zlab", "zlab")
+    for one in (drafter, *(XPressDrafter.from_pretrained(tmp_path / name) for name in ("own", "zlab"))):
+        assert one.config.num_hidden_layers == 2
+        assert one.fusion.fc.in_features == 3 * 32
+        assert one.backbone.rotary.inv_freq[1].item() == pytest.approx(12345 ** (-2 / 8), abs=1e-7)
 
 
 def test_e10_a_config_without_a_vocabulary(tmp_path):
@@ -111,6 +142,12 @@ def test_e15_padded_vocabularies(rows):
     assert torch.equal(
         target.generate(ids, assistant_model=drafter, max_new_tokens=20), plain(target, ids, max_new_tokens=20)
     )
+
+
+def test_e16_the_head_is_the_targets_own():
+    """Without a map of ids nothing is copied."""
+    target = build_target()
+    assert Target(target).head.weight.data_ptr() == target.lm_head.weight.data_ptr()
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])

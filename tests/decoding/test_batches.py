@@ -28,6 +28,9 @@ class BatchOracle(OracleDrafter):
 
     texts: list[list[int]]
 
+    def errs(self, place: int, row: int) -> bool:
+        return (place + row) % (3 + row) == 0
+
     def draft_block(self, target, known_ids, context_hidden_states, cache, choose=None, **kwargs):
         super(OracleDrafter, self).draft_block(target, known_ids, context_hidden_states, cache, **kwargs)
         positions = kwargs.get("position_ids")
@@ -42,7 +45,7 @@ class BatchOracle(OracleDrafter):
             for slot in range(depth):
                 place = anchor + 1 + slot
                 token = self.texts[number][place] if place < len(self.texts[number]) else 0
-                if (place + number) % (3 + number) == 0:
+                if self.errs(place, number):
                     token = (token + 1) % (size - 1)
                 logits[row, slot, token] = 20.0
         return BlockDraft(choose(logits, None), logits)

@@ -197,12 +197,13 @@ def test_a_subclass_of_a_position_free_warper_sees_every_place(target, loop):
 
 
 @pytest.mark.parametrize("loop", ["own", "stock"])
-def test_a_law_with_nothing_to_draw_ends_the_draft(target, loop):
+@pytest.mark.parametrize("warper", [{}, {"eta_cutoff": 1e-3}, {"typical_p": 0.9}], ids=str)
+def test_a_law_without_its_candidates_can_be_drawn_from(target, loop, warper):
+    """The refiner's only candidate of a slot may be suppressed."""
     drafter = build_drafter()
     drafter.speculation.top_candidates, drafter.speculation.loop = 1, loop
-    out = target.generate(
-        prompt(), assistant_model=drafter, do_sample=True, max_new_tokens=20, suppress_tokens=list(range(0, 60, 2))
-    )
+    options = {"do_sample": True, "max_new_tokens": 20, "suppress_tokens": list(range(0, 60, 2)), **warper}
+    out = target.generate(prompt(), assistant_model=drafter, **options)
     assert not [token for token in out[0, 9:].tolist() if token < 60 and token % 2 == 0]
 
 

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.conftest import COMMON, OracleDrafter, build_drafter, plain, prompt, scale_matrices
+from tests.decoding.test_outputs import assert_same
 
 
 def hybrid(model_type: str, **values):
@@ -25,6 +26,22 @@ def test_convolution_states_are_rolled_back(loop):
     out = target.generate(ids, assistant_model=drafter, max_new_tokens=40, do_sample=False)
     assert torch.equal(out, plain(target, ids, max_new_tokens=40))
     assert drafter.last_acceptance.acceptance_length > 3
+
+
+def test_a_static_cache_of_such_a_target_is_refused():
+    """While convolution layers keep the past, single tokens attend to the empty columns of a static cache."""
+    target = hybrid("lfm2", layer_types=["conv", "full_attention", "conv"])
+    with pytest.raises(ValueError, match=r"static cache with.*LinearAttentionLayer.*`cache_implementation`"):
+        target.generate(prompt(1), cache_implementation="static", assistant_model=build_drafter(), max_new_tokens=9)
+
+
+def test_attentions_of_such_a_target():
+    """Convolution layers have none."""
+    target = hybrid("lfm2", layer_types=["conv", "full_attention", "conv"], attn_implementation="eager")
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_attentions": True}
+    expected = target.generate(prompt(), **options)
+    assert_same(target.generate(prompt(), assistant_model=build_drafter(), **options), expected)
+    assert len(expected.attentions[0]) == 1
 
 
 def test_a_batch_of_such_a_target_is_refused():

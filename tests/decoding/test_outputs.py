@@ -34,24 +34,37 @@ def pair(target, ids, period=3, new=NEW, **overrides):
     return drafter
 
 
-def assert_same(found, expected, rows=None):
-    """Same ids, and every tensor of every step of the same shape and value; `rows`: steps that each row took."""
+def assert_same(found, expected, rows=None, pads=None):
+    """Same entries, same ids, and every tensor of every step of the same shape and value.
+
+    Args:
+        rows: steps that each row took; plain decoding runs padding after them. pads: padding before each prompt, whose
+            own states and attentions mean nothing.
+    """
+    assert type(found) is type(expected)
+    assert list(found) == list(expected)
     assert torch.equal(found.sequences, expected.sequences)
-    for name in ("scores", "logits"):
+    for name in ("scores", "logits", "hidden_states", "attentions"):
         ours, right = getattr(found, name), getattr(expected, name)
+        if right is None:
+            assert ours is None
+            continue
+        assert type(ours) is type(right)
         assert len(ours) == len(right)
+        by_token = name in ("scores", "logits")
         for step, (one, other) in enumerate(zip(ours, right, strict=True)):
-            live = [row for row in range(len(one)) if rows is None or step < rows[row]]
-            torch.testing.assert_close(one[live], other[live], atol=1e-3, rtol=1e-3)
-    for name in ("hidden_states", "attentions"):
-        ours, right = getattr(found, name), getattr(expected, name)
-        assert len(ours) == len(right)
-        for step, (one, other) in enumerate(zip(ours, right, strict=True)):
-            assert len(one) == len(other)
-            for layer, wanted in zip(one, other, strict=True):
+            for layer, wanted in zip((one,) if by_token else one, (other,) if by_token else other, strict=True):
                 assert layer.shape == wanted.shape, (name, step)
-                live = [row for row in range(len(layer)) if rows is None or step < rows[row]]
-                torch.testing.assert_close(layer[live], wanted[live], atol=1e-3, rtol=1e-3)
+                for row in range(len(layer)):
+                    if rows is not None and step >= rows[row]:
+                        continue
+                    first = 0 if pads is None or by_token or step else pads[row]
+                    places = (
+                        (row, slice(first, None)) if name != "attentions" else (row, slice(None), slice(first, None))
+                    )
+                    if by_token:
+                        places = (row,)
+                    torch.testing.assert_close(layer[places], wanted[places], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gemma3", "gpt2"])
@@ -76,17 +89,18 @@ def test_every_output_of_a_batch():
     steps = [row.index(end) + 1 if end in row else NEW for row in alone]
     assert min(steps) < max(steps)
     expected = target.generate(ids, **options, **EVERYTHING)
-    # Attention of a padded place itself means nothing, and kernels differ there.
-    keep = mask.bool()
-    found.hidden_states, expected.hidden_states = (
-        (tuple(layer * keep[..., None] for layer in one.hidden_states[0]), *one.hidden_states[1:])
-        for one in (found, expected)
-    )
-    found.attentions, expected.attentions = (
-        (tuple(layer * keep[:, None, :, None] for layer in one.attentions[0]), *one.attentions[1:])
-        for one in (found, expected)
-    )
-    assert_same(found, expected, steps)
+    assert_same(found, expected, steps, pads=[0, 5, 3])
+
+
+def test_attentions_of_a_batch_whose_prompt_is_read_in_pieces():
+    """Layers with a window show as many columns of earlier pieces as they keep."""
+    target = build_target("mistral-window", attn_implementation="eager")
+    ids, mask, prompts = ragged((20, 13))
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    options.update(EVERYTHING, prefill_chunk_size=6)
+    expected = target.generate(ids, **options)
+    assert expected.attentions[0][0].shape == (2, 4, 2, 8 - 1 + 2)
+    assert_same(target.generate(ids, assistant_model=oracle(target, prompts), **options), expected, pads=[0, 7])
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral-window"])
@@ -203,6 +217,30 @@ def test_a_static_cache_object(target, drafter):
     else:
         with pytest.raises(ValueError, match=r"StaticCache.*cannot be rolled back"):
             target.generate(ids, past_key_values=cache, assistant_model=drafter, **options)
+
+
+@pytest.mark.skipif(not StaticLayer.is_croppable, reason="static caches cannot be cropped in this transformers")
+def test_attentions_over_a_static_cache():
+    """One column for every place of the cache, empty ones included."""
+    target, ids = build_target(attn_implementation="eager"), prompt()
+    options = {"max_new_tokens": NEW, "do_sample": False, "cache_implementation": "static", **EVERYTHING}
+    found = target.generate(ids, assistant_model=pair(target, ids), **options)
+    expected = target.generate(ids, **options)
+    assert_same(found, expected)
+    assert expected.attentions[1][0].shape[-1] == ids.shape[1] + NEW - 1
+
+
+def test_embeddings_behind_a_cached_prefix(target):
+    """The drafter reads the prefix by the same embeddings as the target."""
+    ids = prompt(12)
+    embeds = target.get_input_embeddings()(ids)
+    options = {"inputs_embeds": embeds, "max_new_tokens": NEW, "do_sample": False}
+    expected = target.generate(ids, **options)
+    first = target.generate(ids[:, :5], max_new_tokens=1, do_sample=False, return_dict_in_generate=True)
+    drafter = pair(target, ids)
+    out = target.generate(ids, past_key_values=cache_of(first), assistant_model=drafter, **options)
+    assert torch.equal(out, expected)
+    assert drafter.last_acceptance.acceptance_length > 1.5
 
 
 def test_a_cache_that_cannot_be_rolled_back_is_refused(target, drafter):

@@ -6,9 +6,16 @@ distance of their tokens in every row, which is what window masks count. Columns
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
+
+
+def cache_name(model_kwargs: dict[str, Any]) -> str:
+    """Name of the cache argument, which differs between versions of transformers."""
+    return "cache" if "cache" in model_kwargs else "past_key_values"
 
 
 def on_device(values: list[int], device: torch.device) -> torch.Tensor:
@@ -52,9 +59,19 @@ def aligned_columns(total: int, dropped: torch.Tensor, width: int) -> torch.Tens
 
 
 def recording_cache(cache: Cache) -> Cache:
-    """The cache of one sequence, told to keep what a rejected draft would overwrite in windowed layers."""
+    """The cache of one sequence, told to keep what a rejected draft would overwrite in windowed and stateful layers.
+
+    Raises:
+        ValueError: a static cache with layers that grow then: single tokens would attend to its empty columns.
+    """
     if hasattr(cache, "activate_past_recording"):
         cache.activate_past_recording()
+    if isinstance(cache, StaticCache) and not cache.is_compileable:
+        kinds = sorted({type(layer).__name__ for layer in cache.layers})
+        raise ValueError(
+            f"`past_key_values`: a static cache with {kinds} cannot be rolled back after a rejected draft; leave it "
+            "and `cache_implementation` out, or generate without `assistant_model`."
+        )
     return cache
 
 

@@ -41,6 +41,9 @@ POSITION_FREE = (
     TypicalLogitsWarper,
 )
 
+# Stands for a probability of zero as long as anything else can be drawn.
+LEAST_LOGIT = -1e9
+
 
 class StopRules:
     """Stopping criteria of a call, sorted by what a loop has to do about them. A criterion that the user gave has
@@ -108,6 +111,9 @@ class SlotChooser:
         processor looks at the ids."""
         device = logits.device
         logits = logits.to(self.input_ids.device)
+        if self.do_sample:
+            # Processors may ban all candidates that the refiner left, and some break where nothing can be drawn.
+            logits = logits.clamp(min=LEAST_LOGIT)
         if self.do_sample and self.noise is None:
             self.noise = torch.empty_like(logits, dtype=torch.float32).exponential_()
         if not position_free(self.processors):

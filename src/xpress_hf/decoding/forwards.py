@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .caches import aligned_columns, keep_columns, keep_rows, on_device, ragged_cache, recording_cache
+from .caches import aligned_columns, cache_name, keep_columns, keep_rows, on_device, ragged_cache, recording_cache
 from .target import tap_request, taps
 
 # One number per token; the answer goes on with the number of the last prompt token, as in plain generate.
@@ -48,7 +48,7 @@ class TargetForwards:
         self.num_layers = model.config.get_text_config().num_hidden_layers
         self.extras = {"output_hidden_states": tap_request(layers), **extras}
         self.parameters = inspect.signature(model.forward).parameters
-        self.cache_name = "cache" if "cache" in model_kwargs else "past_key_values"
+        self.cache_name = cache_name(model_kwargs)
         self.single = len(input_ids) == 1
         given = model_kwargs[self.cache_name]
         self.cache: Cache = recording_cache(given) if self.single else ragged_cache(given)
@@ -101,15 +101,15 @@ class TargetForwards:
             the outputs of the last forward, whose logits are those of the last token alone where the target can do so,
             and the taps of the whole prompt [R, S, L * H].
         """
+        step = self.chunk_size or input_ids.shape[1]
+        if self.chunk_size and (self.num_cached or step < input_ids.shape[1]):
+            self._check_chunks()
         states = []
         if self.num_cached:
             # The drafter needs the taps of the prefix; the target goes on from the cache that it was given.
             inputs = self._prompt_inputs(input_ids, 0, self.num_cached)
             inputs[self.cache_name], inputs["use_cache"] = None, False
             states.append(self.taps(self.model(**inputs)))
-        step = self.chunk_size or input_ids.shape[1]
-        if step < input_ids.shape[1] - self.num_cached:
-            self._check_chunks()
         for begin in range(self.num_cached, input_ids.shape[1], step):
             inputs = self._prompt_inputs(input_ids, begin, min(begin + step, input_ids.shape[1]))
             outputs = self.model(**inputs)
@@ -139,6 +139,8 @@ class TargetForwards:
         for name in ("position_ids", *TOKEN_TYPES):
             if isinstance(kwargs.get(name), torch.Tensor):
                 kwargs[name] = kwargs[name][..., :end]
+        if kwargs.get("inputs_embeds") is not None:
+            kwargs["inputs_embeds"] = kwargs["inputs_embeds"][:, :end]
         new = None if begin == 0 else end - begin
         inputs = self.model.prepare_inputs_for_generation(
             input_ids[:, :end], next_sequence_length=new, is_first_iteration=True, **kwargs

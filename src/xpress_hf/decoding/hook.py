@@ -26,6 +26,7 @@ from transformers.pipelines import base as pipelines
 from transformers.utils import logging
 
 from ..modeling.drafter import XPressDrafter, is_drafter, unwrap_drafter
+from .caches import cache_name
 from .candidates import XPressCandidateGenerator
 from .loop import DecodingLoop
 from .outputs import build_output
@@ -169,14 +170,10 @@ def check_stock_loop(drafter: XPressDrafter, input_ids: torch.Tensor, kwargs: di
         ("`verification`='block'", drafter.speculation.verification == "block"),
         ("`draft_length`='auto'", drafter.speculation.draft_length == "auto"),
         ("a batch", input_ids.shape[0] > 1),
-        ("`past_key_values` with a prefix", _cache_of(kwargs).get_seq_length() > 0),
+        ("`past_key_values` with a prefix", kwargs[cache_name(kwargs)].get_seq_length() > 0),
     ):
         if wanted:
             raise ValueError(f"{name} takes our own loop: `speculation.loop` is 'stock', set it to None.")
-
-
-def _cache_of(kwargs: dict[str, Any]) -> Any:
-    return kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]
 
 
 # Arguments of the wrapped loop that are not meant for the target's forward.

@@ -19,7 +19,7 @@ from ..modeling.backbone import additive_mask, context_visibility
 from ..modeling.drafter import XPressDrafter
 from .acceptance import AcceptanceRecord
 from .budget import AutoLength, history_of
-from .caches import on_device, row_columns
+from .caches import cache_name, on_device, row_columns
 from .candidates import StopRules, confidence_threshold, confident_slots, draft_limit, position_free
 from .forwards import TargetForwards
 from .outputs import Requested
@@ -66,7 +66,7 @@ class DecodingLoop:
         self.target = Target.for_drafter(model, drafter.config)
         self.processors, self.streamer = processors, streamer
         self.do_sample = bool(config.do_sample)
-        self.requested = Requested.of(config, model.config)
+        self.requested = Requested.of(config, model.config, model_kwargs[cache_name(model_kwargs)])
         rules = StopRules(criteria, config)
         self.end_ids, self.max_length = rules.end_ids, rules.max_length
         self.rules = [*rules.others, *rules.times]

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from .caches import joined_cache
@@ -21,16 +21,18 @@ from .rows import Row
 
 BY_TOKEN = ("scores", "logits")
 BY_LAYER = ("hidden_states", "attentions")
+# Kinds of layers of hybrid targets that give no attention weights.
+WITHOUT_ATTENTION = ("conv", "linear_attention", "mamba")
 
 
 def layer_windows(config: PreTrainedConfig) -> list[int | None]:
-    """Columns that plain decoding keeps of each layer, `None` = all."""
+    """Columns that plain decoding keeps of each layer with attention, `None` = all."""
     config = config.get_text_config()
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
         kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    return [window if kind == "sliding_attention" else None for kind in kinds if kind not in WITHOUT_ATTENTION]
 
 
 @dataclass(frozen=True)
@@ -38,17 +40,19 @@ class Requested:
     """What the caller asked for, as plain generate() reads it from the config of the call.
 
     names: entries of the returned dict, one per new token each. windows: see `layer_windows`.
+    fixed_size: whether the target's cache has a column per position of the longest text, used or not.
     """
 
     names: tuple[str, ...]
     as_dict: bool
     windows: list[int | None]
+    fixed_size: bool = False
 
     @classmethod
-    def of(cls, config: GenerationConfig, target_config: PreTrainedConfig) -> Requested:
+    def of(cls, config: GenerationConfig, target_config: PreTrainedConfig, cache: Cache) -> Requested:
         as_dict = bool(config.return_dict_in_generate)
         names = tuple(name for name in (*BY_TOKEN, *BY_LAYER) if as_dict and getattr(config, f"output_{name}"))
-        return cls(names, as_dict, layer_windows(target_config))
+        return cls(names, as_dict, layer_windows(target_config), isinstance(cache, StaticCache))
 
     @property
     def extras(self) -> dict[str, bool]:
@@ -73,14 +77,27 @@ class Requested:
                 continue
             layers = getattr(outputs, name)
             if first:
-                steps.append(tuple(layer[number] for layer in layers))
+                steps.append(self._of_prompt(name, number, layers))
             elif name == "hidden_states":
                 steps += [tuple(layer[number, place, None] for layer in layers) for place in range(count)]
             else:
                 steps += [self._attentions(row, number, place, layers) for place in range(count)]
 
+    def _of_prompt(self, name: str, number: int, layers: Any) -> tuple[torch.Tensor, ...]:
+        """States or weights of a row's prompt, or of its last piece. Layers with a window keep that many columns of
+        earlier pieces, the caches of batches all of them."""
+        own = tuple(layer[number] for layer in layers)
+        if name == "hidden_states" or self.fixed_size:
+            return own
+        return tuple(
+            weights if window is None else weights[..., 1 - window - weights.shape[-2] :]
+            for weights, window in zip(own, self.windows, strict=True)
+        )
+
     def _attentions(self, row: Row, number: int, place: int, layers: Any) -> tuple[torch.Tensor, ...]:
         """Weights [heads, 1, T'] of one place over the row's own columns, as plain decoding lays them out."""
+        if self.fixed_size:
+            return tuple(layer[number][:, place, None] for layer in layers)
         found = []
         for layer, window in zip(layers, self.windows, strict=True):
             weights = layer[number]
