@@ -141,6 +141,11 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
     names = ("logits_processor", "stopping_criteria", "generation_config")
     kwargs.update(zip(names, args, strict=False))
     check_processors(kwargs["logits_processor"])
+    if _cache_of(kwargs) is None:
+        raise ValueError(
+            f"`use_cache`: {type(self).__name__} takes no cache of transformers, and drafts are verified against one; "
+            "generate without `assistant_model`."
+        )
     drafter = unwrap_drafter(assistant)
     longest = drafter.config.max_position_embeddings
     if config.max_length > longest:
@@ -176,7 +181,7 @@ def check_stock_loop(drafter: XPressDrafter, input_ids: torch.Tensor, kwargs: di
 
 
 def _cache_of(kwargs: dict[str, Any]) -> Any:
-    return kwargs["cache"] if "cache" in kwargs else kwargs["past_key_values"]
+    return kwargs["cache"] if "cache" in kwargs else kwargs.get("past_key_values")
 
 
 # Arguments of the wrapped loop that are not meant for the target's forward.
