@@ -14,7 +14,8 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "head_dim": 4, "n_shared_experts": 1}
 LATENT |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1, **ROUTED}
-INDEXED = {**LATENT, "index_topk": 6, "index_n_heads": 2, "index_head_dim": 8}
+# With few heads many scores of the index are exactly zero, and top-k breaks such ties by the shape of the call.
+INDEXED = {**LATENT, "index_topk": 6, "index_n_heads": 8, "index_head_dim": 8}
 SSM = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
 
 # Recurrent states, which nothing can roll back.

@@ -157,7 +157,8 @@ class TargetForwards:
     def _check_chunks(self) -> None:
         known = {"attention_mask", "position_ids", self.cache_name, *TOKEN_TYPES}
         for name, value in self.first_inputs.items():
-            if isinstance(value, torch.Tensor) and name not in known:
+            # Features of images that generate() encoded beforehand are a dict.
+            if isinstance(value, torch.Tensor | dict) and name not in known:
                 raise ValueError(f"`prefill_chunk_size`: `{name}` cannot be cut into pieces; set it to None.")
 
     def _note_positions(self, given: torch.Tensor | None, device: torch.device) -> None:
