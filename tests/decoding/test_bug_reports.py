@@ -37,7 +37,7 @@ C6  decoding/test_bug_reports.py::test_c6_processors_see_one_device
 D1  decoding/test_bug_reports.py::test_d1_a_window_that_the_text_outgrows
 D2  decoding/test_bug_reports.py::test_d2_columns_of_the_returned_cache
 D3  decoding/test_hybrids.py::test_recurrent_states_are_refused
-D4  decoding/test_hybrids.py::test_convolution_states_are_rolled_back
+D4  decoding/test_hybrids.py::test_what_can_be_rolled_back_is
 D5  decoding/test_bug_reports.py::test_d5_a_target_that_asks_for_a_static_cache
     decoding/test_calls.py::test_cache_implementations
 D6  decoding/test_outputs.py::test_going_on_from_the_returned_cache
@@ -100,7 +100,7 @@ G5  decoding/test_own_loop.py::test_streamed_ids_are_those_of_plain_decoding
 G6  decoding/test_bug_reports.py::test_g6_two_threads_with_one_pair
 G7  decoding/test_bug_reports.py::test_g7_options_of_one_call
 G8  decoding/test_bug_reports.py::test_g8_forwards_of_the_target
-G9  open: prompts with images are not tested yet
+G9  decoding/test_multimodal.py::test_g9_ids_behind_an_image_are_those_of_plain_generate
 G10 test_cli.py::test_a_text_generation_pipeline
 """
 

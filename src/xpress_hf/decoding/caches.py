@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
 
 
 def cache_name(model_kwargs: dict[str, Any]) -> str:
@@ -82,7 +82,9 @@ def ragged_cache(cache: Cache) -> Cache:
         ValueError: the cache holds tokens already or has a fixed size.
     """
     plain = isinstance(cache, DynamicCache) and not getattr(cache, "offloading", False)
-    if not plain or not all(isinstance(layer, DynamicLayer) for layer in cache.layers) or cache.get_seq_length() > 0:
+    # Layers derived from these may keep more than keys and values.
+    known = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    if not plain or not known or cache.get_seq_length() > 0:
         raise ValueError(
             f"`past_key_values`: a batch with a drafter needs an empty dynamic cache of keys and values, got "
             f"{type(cache).__name__} of {sorted({type(layer).__name__ for layer in cache.layers})} with "

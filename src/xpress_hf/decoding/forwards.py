@@ -115,6 +115,12 @@ class TargetForwards:
             outputs = self.model(**inputs)
             states.append(self.taps(outputs))
             self._shrink_windows()
+        if (held := self.cache.get_seq_length()) != input_ids.shape[1]:
+            raise ValueError(
+                f"`past_key_values`: after a prompt of {input_ids.shape[1]} tokens the cache of "
+                f"{type(self.model).__name__} holds {held}; drafts are verified against a cache of all tokens. "
+                "Generate without `assistant_model`."
+            )
         self._note_positions(inputs.get("position_ids"), input_ids.device)
         return outputs, torch.cat([state.to(input_ids.device) for state in states], dim=1)
 
@@ -153,7 +159,8 @@ class TargetForwards:
     def _check_chunks(self) -> None:
         known = {"attention_mask", "position_ids", self.cache_name, *TOKEN_TYPES}
         for name, value in self.first_inputs.items():
-            if isinstance(value, torch.Tensor) and name not in known:
+            # Features of images that generate() encoded beforehand are a dict.
+            if isinstance(value, torch.Tensor | dict) and name not in known:
                 raise ValueError(f"`prefill_chunk_size`: `{name}` cannot be cut into pieces; set it to None.")
 
     def _note_positions(self, given: torch.Tensor | None, device: torch.device) -> None:

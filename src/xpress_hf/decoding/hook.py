@@ -142,6 +142,11 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
     names = ("logits_processor", "stopping_criteria", "generation_config")
     kwargs.update(zip(names, args, strict=False))
     check_processors(kwargs["logits_processor"])
+    if kwargs.get(cache_name(kwargs)) is None:
+        raise ValueError(
+            f"`use_cache`: {type(self).__name__} takes no cache of transformers, and drafts are verified against one; "
+            "generate without `assistant_model`."
+        )
     drafter = unwrap_drafter(assistant)
     longest = drafter.config.max_position_embeddings
     if config.max_length > longest:

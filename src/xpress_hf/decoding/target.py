@@ -103,9 +103,21 @@ def taps(hidden_states: tuple[torch.Tensor | None, ...], target_layer_ids: list[
 
     `hidden_states` is the full tuple of `num_layers` + 1 entries, the embeddings first, or what `tap_request` gives:
     that tuple with holes or, in older versions, one entry per layer.
+
+    Raises:
+        ValueError: the target keeps another number of states, or states that are not [B, S, H], so that it cannot be
+            told which of them a drafter reads.
     """
     first = len(hidden_states) - num_layers
-    return torch.cat([hidden_states[layer + first] for layer in target_layer_ids], dim=-1)
+    tapped = [hidden_states[layer + first] for layer in target_layer_ids] if first in (0, 1) else []
+    if not tapped or any(states.ndim != 3 for states in tapped):
+        shapes = sorted({tuple(states.shape) for states in tapped})
+        raise ValueError(
+            f"`target_layer_ids`: one state [B, S, H] per layer is read, the target of {num_layers} layers gives "
+            f"{len(hidden_states)} states{f' of shape {shapes}' if shapes else ''}. "
+            "Generate without `assistant_model`."
+        )
+    return torch.cat(tapped, dim=-1)
 
 
 def check_pair(model: PreTrainedModel, config: XPressConfig) -> None:
@@ -114,6 +126,20 @@ def check_pair(model: PreTrainedModel, config: XPressConfig) -> None:
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"`assistant_model`: {type(model).__name__} is an encoder-decoder model; block drafters need a causal LM."
+        )
+    # GPT-NeoX leaves the flag of its config alone: what the layers were built as counts.
+    encodes = getattr(text_config, "is_decoder", None) is False
+    if encodes and any(getattr(module, "is_decoder", None) is False for module in model.get_decoder().modules()):
+        raise ValueError(
+            f"`is_decoder`: {type(model).__name__} attends in both directions, so that no token can be verified "
+            "before the ones behind it are known. Load it with `is_decoder=True`, or generate without "
+            "`assistant_model`."
+        )
+    if getattr(text_config, "cross_attention_layers", None):
+        raise ValueError(
+            f"`assistant_model`: {type(model).__name__} attends to images in layers of their own, whose cached keys "
+            "do not follow the text and cannot be rolled back after a rejected draft. Generate without "
+            "`assistant_model`."
         )
     if model.get_output_embeddings() is None:
         raise ValueError(
