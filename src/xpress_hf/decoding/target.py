@@ -120,8 +120,8 @@ def taps(hidden_states: tuple[torch.Tensor | None, ...], target_layer_ids: list[
     return torch.cat(tapped, dim=-1)
 
 
-def check_pair(model: PreTrainedModel, config: XPressConfig) -> None:
-    """Raises `ValueError`, naming both sides, when a drafter cannot read this target. Runs before any forward."""
+def check_kind(model: PreTrainedModel) -> None:
+    """Raises `ValueError` for kinds of models that no block drafter can serve. Runs before any forward."""
     text_config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise ValueError(
@@ -145,6 +145,12 @@ def check_pair(model: PreTrainedModel, config: XPressConfig) -> None:
         raise ValueError(
             f"`assistant_model`: {type(model).__name__} has no output head to borrow; load it as a causal LM."
         )
+
+
+def check_pair(model: PreTrainedModel, config: XPressConfig) -> None:
+    """Raises `ValueError`, naming both sides, when a drafter cannot read this target. Runs before any forward."""
+    check_kind(model)
+    text_config = model.config.get_text_config()
     width, layers, rows = text_config.hidden_size, text_config.num_hidden_layers, text_config.vocab_size
     embedding_width = getattr(model.get_input_embeddings(), "embedding_dim", width)
     for name, expected, found in (

@@ -1,12 +1,12 @@
 """Every row of groups A to G of the bug reports: where its test is, or why it has none. Paths start at `tests/`.
 
 A1  decoding/test_lossless.py::test_an_end_id_at_every_offset_of_a_block
-A2  decoding/test_bug_reports.py::test_a2_a6_end_ids_of_every_form_and_kind_of_drafter
+A2  decoding/test_reports_by_number.py::test_a2_a6_end_ids_of_every_form_and_kind_of_drafter
 A3  decoding/test_lossless.py::test_budget_is_met_to_the_token_and_the_last_token_needs_no_draft
-A4  decoding/test_bug_reports.py::test_a4_stop_strings_inside_a_block
-A6  decoding/test_bug_reports.py::test_a2_a6_end_ids_of_every_form_and_kind_of_drafter
+A4  decoding/test_reports_by_number.py::test_a4_stop_strings_inside_a_block
+A6  decoding/test_reports_by_number.py::test_a2_a6_end_ids_of_every_form_and_kind_of_drafter
 A7  decoding/test_lossless.py::test_first_token_is_an_end_id
-A8  decoding/test_bug_reports.py::test_a8_a_list_of_end_ids
+A8  decoding/test_reports_by_number.py::test_a8_a_list_of_end_ids
 A9  decoding/test_lossless.py::test_budget_is_met_to_the_token_and_the_last_token_needs_no_draft
 A10 decoding/test_lossless.py::test_processors_of_generate
 
@@ -28,26 +28,26 @@ B13 decoding/test_fixed_laws.py::test_every_draft_length_gives_the_same_text
 B14 decoding/test_fixed_laws.py::test_frequencies_of_drafted_tokens
 
 C1  decoding/test_lossless.py::test_processors_of_generate
-C3  decoding/test_bug_reports.py::test_c3_least_lengths_and_the_users_own_processors
-C4  decoding/test_bug_reports.py::test_c4_the_drafter_applies_penalties_too
-C5  decoding/test_bug_reports.py::test_c5_warpers_leave_their_tokens_only
+C3  decoding/test_reports_by_number.py::test_c3_least_lengths_and_the_users_own_processors
+C4  decoding/test_reports_by_number.py::test_c4_the_drafter_applies_penalties_too
+C5  decoding/test_reports_by_number.py::test_c5_warpers_leave_their_tokens_only
     decoding/test_lossless.py::test_processors_of_generate
-C6  decoding/test_bug_reports.py::test_c6_processors_see_one_device
+C6  decoding/test_reports_by_number.py::test_c6_processors_see_one_device
 
-D1  decoding/test_bug_reports.py::test_d1_a_window_that_the_text_outgrows
-D2  decoding/test_bug_reports.py::test_d2_columns_of_the_returned_cache
+D1  decoding/test_reports_by_number.py::test_d1_a_window_that_the_text_outgrows
+D2  decoding/test_reports_by_number.py::test_d2_columns_of_the_returned_cache
 D3  decoding/test_hybrids.py::test_recurrent_states_are_refused
 D4  decoding/test_hybrids.py::test_what_can_be_rolled_back_is
-D5  decoding/test_bug_reports.py::test_d5_a_target_that_asks_for_a_static_cache
+D5  decoding/test_reports_by_number.py::test_d5_a_target_that_asks_for_a_static_cache
     decoding/test_calls.py::test_cache_implementations
 D6  decoding/test_outputs.py::test_going_on_from_the_returned_cache
 D8  decoding/test_outputs.py::test_going_on_from_the_returned_cache
-D9  decoding/test_bug_reports.py::test_d9_no_cache
-D10 decoding/test_bug_reports.py::test_d10_context_rows_are_those_of_the_accepted_tokens
+D9  decoding/test_reports_by_number.py::test_d9_no_cache
+D10 decoding/test_reports_by_number.py::test_d10_context_rows_are_those_of_the_accepted_tokens
 D11 decoding/test_outputs.py::test_a_prompt_in_pieces
-D12 decoding/test_bug_reports.py::test_d12_no_draft_without_the_targets_states
+D12 decoding/test_reports_by_number.py::test_d12_no_draft_without_the_targets_states
 D13 decoding/test_calls.py::test_a_text_longer_than_the_drafter_was_made_for_is_told_once
-D14 decoding/test_bug_reports.py::test_d14_windows_of_the_drafter_are_obeyed
+D14 decoding/test_reports_by_number.py::test_d14_windows_of_the_drafter_are_obeyed
 D15 decoding/test_lossless.py::test_left_padding_changes_neither_text_nor_acceptance
 D16 decoding/test_lossless.py::test_explicit_position_ids
     decoding/test_batches.py::test_token_types_go_on_with_the_last_one
@@ -91,15 +91,15 @@ F6  decoding/test_devices_and_dtypes.py::test_f6_scaled_embeddings_are_the_same_
 F7  decoding/test_lossless.py::test_peft_wrapped_target_and_drafter
 F8  decoding/test_devices_and_dtypes.py::test_f8_a_sibling_of_the_target_is_used_with_at_most_one_warning
 
-G2  decoding/test_bug_reports.py::test_g2_scores_and_logits_of_every_new_token
+G2  decoding/test_reports_by_number.py::test_g2_scores_and_logits_of_every_new_token
 G3  decoding/test_batches.py::test_rows_equal_the_rows_alone
 G4  decoding/test_batches.py::test_returned_sequences_are_separate_draws (served, so there is nothing to refuse)
     test_errors.py::test_options_that_take_no_drafter (beams, and greedy copies)
 G5  decoding/test_own_loop.py::test_streamed_ids_are_those_of_plain_decoding
-    decoding/test_bug_reports.py::test_g5_streamed_text
-G6  decoding/test_bug_reports.py::test_g6_two_threads_with_one_pair
-G7  decoding/test_bug_reports.py::test_g7_options_of_one_call
-G8  decoding/test_bug_reports.py::test_g8_forwards_of_the_target
+    decoding/test_reports_by_number.py::test_g5_streamed_text
+G6  decoding/test_reports_by_number.py::test_g6_two_threads_with_one_pair
+G7  decoding/test_reports_by_number.py::test_g7_options_of_one_call
+G8  decoding/test_reports_by_number.py::test_g8_forwards_of_the_target
 G9  decoding/test_multimodal.py::test_g9_ids_behind_an_image_are_those_of_plain_generate
 G10 test_cli.py::test_a_text_generation_pipeline
 """
