@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StaticCache, WatermarkingConfig
+from transformers.cache_utils import StaticLayer
 from transformers.generation import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from tests.conftest import build_target, letter_tokenizer, plain
+from tests.conftest import OLD, build_target, letter_tokenizer, plain
 from tests.decoding.test_batches import ragged
 from tests.decoding.test_hybrids import hybrid
 
@@ -224,7 +225,8 @@ def draw_inputs(rng: random.Random, case: Case) -> None:
         case.fresh["past_key_values"] = lambda: StaticCache(config=target.config, max_cache_len=64)
     elif kind in ("static", "dynamic"):
         options["cache_implementation"] = kind
-    if rng.random() < 0.15:
+    # transformers 5.17 reads a prefix that is cached already once more where the prompt comes in pieces.
+    if rng.random() < 0.15 and not (OLD and "past_key_values" in case.fresh):
         options["prefill_chunk_size"] = rng.randint(1, 8)
     if rng.random() < 0.1:
         with torch.no_grad():
@@ -263,6 +265,10 @@ REFUSED: list[tuple[str, Callable[[Case], bool]]] = [
             and "eos_token_id" not in case.options
             and ("stop_strings" in case.options or "stopping_criteria" in case.options)
         ),
+    ),
+    (
+        "cannot be rolled back",
+        lambda case: case.num_rows == 1 and case.has_static_cache and not StaticLayer.is_croppable,
     ),
     ("`past_key_values`: a static cache with", lambda case: case.has_static_cache and case.family == "lfm2"),
     ("`past_key_values`: a batch with a drafter", lambda case: case.num_rows > 1 and case.has_static_cache),

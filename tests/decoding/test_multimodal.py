@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForImageTextToText
 
-from tests.conftest import COMMON, build_drafter, plain, prompt, scale_matrices
+from tests.conftest import COMMON, OLD, build_drafter, plain, prompt, scale_matrices
 from tests.decoding.test_batches import oracle
 
 NEW = 20
@@ -59,7 +59,9 @@ GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
 LENGTHS = {"one": (9,), "ragged": (9, 4)}
 
 
-def build(family):
+def build(family, rows=1):
+    if OLD and rows > 1 and family in GRIDS:
+        pytest.skip("transformers 5.17 hands the grids of images to every forward, which a batch refuses by name")
     if family not in CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {family}")
     torch.manual_seed(0)
@@ -110,7 +112,7 @@ def inputs(family, lengths, with_images, seed=0):
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("family", SERVED)
 def test_g9_ids_behind_an_image_are_those_of_plain_generate(family, lengths):
-    target = build(family)
+    target = build(family, len(LENGTHS[lengths]))
     ids, given, prompts = inputs(family, LENGTHS[lengths], True)
     expected = target.generate(ids, **given)
     if len(prompts) == 1:
@@ -137,7 +139,7 @@ def assert_equal_to_plain(target, ids, given, prompts, expected):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3", "llava"])
 def test_rows_with_and_without_an_image(family):
     """Each row is what it would be alone, wherever its image lies and whether it has one."""
-    target = build(family)
+    target = build(family, 2)
     _, given, (seen, _) = inputs(family, (9, 4), True)
     text = prompt(6, 3, vocab=50) + 2
     mixed = torch.cat([seen, torch.nn.functional.pad(text, (seen.shape[1] - 6, 0))])
