@@ -12,6 +12,7 @@ from decoding_memory import cache_bytes, measured
 from decoding_verification import expected_by_block, expected_by_token
 from random_pair import SIZES, random_pair
 
+from tests.conftest import OLD
 from xpress_hf import SpeculationConfig
 from xpress_hf.decoding.verification import block_verification, token_rejection
 from xpress_hf.evaluation.bootstrap import Interval
@@ -97,8 +98,9 @@ def test_memory_grows_by_the_caches_and_nothing_else(run, pair):
         grown[arm] = {phase: many[phase] - few[phase] for phase in few}
     expected = {"plain": 300 * per_token, "ours": 300 * (per_token + cache_bytes(drafter.config, drafter.dtype))}
     for arm, growth in grown.items():
-        # Ids, masks and positions: at most six lists of 8-byte integers.
-        assert 0 <= growth["held"] - expected[arm] <= 300 * 6 * 8
+        # Ids and masks: at most four lists of 8-byte integers; plain generate of transformers 5.17 keeps six.
+        lists = 6 if OLD and arm == "plain" else 4
+        assert 0 <= growth["held"] - expected[arm] <= 300 * lists * 8
         # One layer of four is laid out anew while it runs, its keys and values repeated for both query heads of each.
         assert growth["decode"] - expected[arm] <= 300 * per_token / 4 * (1 + 2)
     (table,) = tables(run("memory", "--contexts", "100", "400", "--acceptance", "1"))

@@ -84,8 +84,6 @@ def refused(target, ids, match):
 @pytest.mark.parametrize("family", [*ROLLED_BACK, *LATENT_ATTENTION])
 def test_what_can_be_rolled_back_is(family, loop):
     """D4: errors forced at every fifth position."""
-    if OLD and (family, loop) == ("inkling_text", "stock"):
-        pytest.skip("the loop of transformers 5.17 does not roll this family back")
     target, ids = hybrid(family, **ROLLED_BACK.get(family, LATENT)), prompt()
     drafter = build_drafter(kind=OracleDrafter)
     drafter.continuation = plain(target, ids, max_new_tokens=60)[0].tolist()

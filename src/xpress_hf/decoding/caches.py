@@ -6,6 +6,8 @@ distance of their tokens in every row, which is what window masks count. Columns
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,6 +75,18 @@ def recording_cache(cache: Cache) -> Cache:
             "and `cache_implementation` out, or generate without `assistant_model`."
         )
     return cache
+
+
+@contextmanager
+def cropped_by_numbers(cache: Cache) -> Iterator[None]:
+    """The loop of transformers tells its cache in tensors how much to drop; layers that add to what they were told, as
+    those of 5.17 with windows do, then change the number under whoever reads it."""
+    crop = cache.crop
+    cache.crop = lambda tokens_to_remove: crop(int(tokens_to_remove))
+    try:
+        yield
+    finally:
+        del cache.crop
 
 
 def ragged_cache(cache: Cache) -> Cache:

@@ -26,7 +26,7 @@ from transformers.pipelines import base as pipelines
 from transformers.utils import logging
 
 from ..modeling.drafter import XPressDrafter, is_drafter, unwrap_drafter
-from .caches import cache_name
+from .caches import cache_name, cropped_by_numbers
 from .candidates import XPressCandidateGenerator
 from .loop import DecodingLoop
 from .outputs import build_output
@@ -161,7 +161,8 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
     kwargs["stopping_criteria"] = _CommittedOnly(call.stopping_criteria, call)
     token = _current_call.set(call)
     try:
-        output = original(self, input_ids, **kwargs)
+        with cropped_by_numbers(kwargs[cache_name(kwargs)]):
+            output = original(self, input_ids, **kwargs)
     finally:
         _current_call.reset(token)
     call.drafter.last_acceptance = call.generator.record
