@@ -45,22 +45,26 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from xpress_hf import XPressDrafter
 from xpress_hf.checkpoints.export import export
 from xpress_hf.demo import load_demo_target
+from xpress_hf.training import losses
 from xpress_hf.training.blocks import cut_blocks, draw_batch_anchors
 from xpress_hf.training.features import target_states
 from xpress_hf.training.initialization import config_for_target, initialize_from_target
-from xpress_hf.training.losses import bytes_per_logit
+from xpress_hf.training.losses import BUFFER_BYTES, bytes_per_logit
 from xpress_hf.training.trainer import DrafterTrainer, DrafterTrainingArguments
 
 TAPS, LAYERS, BLOCK, MASK_TOKEN = [1, 7, 14, 20, 27], 3, 8, 16
 REFINER = {"rank": 64, "mlp_width": 128, "sweeps": 2}
 LEARNING_RATE, SEED = 1e-4, 7
+UNCHUNKED = "ours, loss unchunked"
 # Name -> further training arguments; `None` is the peer.
 ARMS: dict[str, dict | None] = {
     "ours": {},
-    "ours, loss unchunked": {"chunk_blocks": 10**6},
+    UNCHUNKED: {"chunk_blocks": 10**6},
     "speculators": None,
     "ours, sampled vocabulary": {"loss_vocab_size": 12288},
 }
+# Float32 buffers of a slice of the loss that live at its peak.
+BUFFERS = 2
 # Chunk and anchors of `--memory`.
 MEMORY_CASES = [(16, 32), (32, 32), (32, 64), (32, 128)]
 
@@ -162,6 +166,8 @@ def own_trainer(work: Path, args: argparse.Namespace, **more) -> DrafterTrainer:
 
 def run_own(work: Path, args: argparse.Namespace) -> None:
     """One arm of ours, in this process."""
+    if args.arm == UNCHUNKED:
+        losses.BUFFER_BYTES = sys.maxsize  # softmaxes over all rows at once
     trainer = own_trainer(work, args, **ARMS[args.arm])
     meter = StepMeter(torch.device(args.device))
     trainer.add_callback(Watch(meter))
@@ -191,7 +197,11 @@ def run_memory_case(work: Path, args: argparse.Namespace) -> None:
     # Gradients of the refiner are added up in float32; products take a bfloat16 copy of every matrix, on a CPU also of
     # the head, which they lay out anew.
     copies = weights + (trainer.target.head.weight.numel() if args.device == "cpu" else 0)
-    print(json.dumps({"loss_peak": found, "predicted": logits * per_logit + 4 * weights + 2 * copies}))
+    print(
+        json.dumps(
+            {"loss_peak": found, "predicted": logits * per_logit + BUFFERS * BUFFER_BYTES + 4 * weights + 2 * copies}
+        )
+    )
 
 
 def run_process(command: list[str], environment: dict[str, str]) -> dict | None:

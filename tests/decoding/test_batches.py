@@ -3,7 +3,12 @@
 import pytest
 import torch
 from transformers import set_seed
-from transformers.generation import StoppingCriteria, StoppingCriteriaList
+from transformers.generation import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from tests.conftest import FAMILIES, OracleDrafter, build_config, build_drafter, build_target, plain, prompt
 from xpress_hf.modeling.drafter import BlockDraft
@@ -154,6 +159,33 @@ def test_processors_see_every_row_with_its_own_text(target, options):
     for drafter in (build_drafter(), oracle(target, prompts, expected)):
         assert torch.equal(target.generate(ids, attention_mask=mask, assistant_model=drafter, **options), expected)
     assert drafter.last_acceptance.acceptance_length > 1.5
+
+
+class OwnPenalty(RepetitionPenaltyLogitsProcessor):
+    """A subclass may do anything, so it is shown one text at a time."""
+
+
+@pytest.mark.parametrize(("kind", "shared"), [(RepetitionPenaltyLogitsProcessor, True), (OwnPenalty, False)])
+def test_texts_of_a_length_share_a_call_of_stock_processors(target, monkeypatch, kind, shared):
+    calls = []
+
+    def counted(self, input_ids, scores):
+        calls.append(len(input_ids))
+        return judge(self, input_ids, scores)
+
+    judge = RepetitionPenaltyLogitsProcessor.__call__
+    monkeypatch.setattr(RepetitionPenaltyLogitsProcessor, "__call__", counted)
+    drafter, options = build_drafter(), {"max_new_tokens": 12, "do_sample": False}
+    counts, texts = [], []
+    for rows in (1, 4):
+        calls.clear()
+        ids = prompt().expand(rows, -1)
+        options |= {"attention_mask": torch.ones_like(ids), "logits_processor": LogitsProcessorList([kind(1.3)])}
+        texts.append(target.generate(ids, assistant_model=drafter, **options))
+        counts.append(len(calls))
+        assert set(calls) == {rows}
+    assert torch.equal(texts[1], texts[0].expand(4, -1))
+    assert counts[1] == counts[0] * (1 if shared else 4)
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 8, 9])

@@ -8,7 +8,7 @@ from transformers import set_seed
 from transformers.generation import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.conftest import VOCAB, OracleDrafter, build_drafter, build_target, prompt
-from xpress_hf.decoding.candidates import SlotChooser
+from xpress_hf.decoding.choosers import SlotChooser
 from xpress_hf.decoding.verification import token_rejection
 from xpress_hf.modeling.drafter import BlockDraft
 from xpress_hf.modeling.refiner import refine_block

@@ -7,12 +7,19 @@ from torch.nn import functional as F
 
 from tests.conftest import build_config
 from xpress_hf.modeling.refiner import CausalRefiner
+from xpress_hf.training import losses
 from xpress_hf.training.losses import BlockTargets, block_loss, bytes_per_logit
 from xpress_hf.training.recipes import RECIPES, Recipe
 
 VOCAB, HIDDEN, SIZE = 20000, 64, 8
 DRAFTS = SIZE - 1
 CASES = {**RECIPES, "xpress, chain and KL": Recipe(l1=0.5, kl=0.2, chain=0.3, teacher_forced=1.0, free_running=0.3)}
+
+
+@pytest.fixture(autouse=True)
+def one_block_at_a_time(monkeypatch):
+    """Chunks of few blocks must not fit into one float32 buffer, as those of real sizes do not."""
+    monkeypatch.setattr(losses, "BUFFER_BYTES", DRAFTS * VOCAB * 4)
 
 
 def peak(recipe: Recipe, num_blocks: int, chunk: int, dtype: torch.dtype) -> int:

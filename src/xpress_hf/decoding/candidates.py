@@ -9,40 +9,16 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import (
     CandidateGenerator,
     EosTokenCriteria,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    LogitNormalization,
     LogitsProcessorList,
     MaxLengthCriteria,
     MaxTimeCriteria,
-    MinPLogitsWarper,
     StoppingCriteriaList,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
 )
 
 from ..modeling.drafter import XPressDrafter
 from .acceptance import AcceptanceRecord
+from .choosers import SlotChooser
 from .target import Target, tap_request, taps
-
-# Processors that never look at the ids: all slots of a block go through them in one call.
-POSITION_FREE = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    LogitNormalization,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
-
-# Stands for a probability of zero as long as anything else can be drawn.
-LEAST_LOGIT = -1e9
 
 
 class StopRules:
@@ -65,97 +41,6 @@ class StopRules:
         known = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
         self.others = [rule for rule in criteria if not isinstance(rule, known)]
         self.times = [rule for rule in criteria if isinstance(rule, MaxTimeCriteria)]
-
-
-def position_free(processors: LogitsProcessorList) -> bool:
-    """Whether all slots of a block may go through the processors in one call. Subclasses may look at the ids."""
-    return all(type(processor) in POSITION_FREE for processor in processors)
-
-
-class SlotChooser:
-    """Picks a token per slot: processors, then the largest logit, or a draw with fixed noise.
-
-    Noise: one exponential variable per slot and token, drawn once per block and kept for all sweeps, so that slot k of
-    the last sweep is an exact draw from `laws[k]` given the slots before it, for any number of sweeps (argmax of
-    p / E, the Gumbel trick). Greedy choice draws nothing.
-
-    Args:
-        input_ids: [1, S] committed ids, on the target's device; processors run there.
-        processors: logits processors of the generate() call.
-        do_sample: draw instead of taking the largest.
-        forbidden_ids: ids the draft never takes: their probability is zero in the law the draft is drawn from.
-
-    Attributes:
-        laws: [R, D, V] logits of the last sweep after the processors.
-        usable: [R] leading slots that have something to draw. Which slot is the first without depends on earlier slots
-            only, so a draft that ends before it biases no law.
-    """
-
-    def __init__(
-        self,
-        input_ids: torch.Tensor,
-        processors: LogitsProcessorList,
-        do_sample: bool,
-        forbidden_ids: torch.Tensor | None = None,
-    ):
-        self.input_ids = input_ids
-        self.processors = processors
-        self.do_sample = do_sample
-        self.forbidden_ids = forbidden_ids
-        self.noise: torch.Tensor | None = None
-        self.laws: torch.Tensor | None = None
-        self.usable: torch.Tensor | None = None
-
-    def __call__(self, logits: torch.Tensor, draft_ids: torch.Tensor | None) -> torch.Tensor:
-        """logits [R, D, V]; draft_ids [R, D] of the previous sweep, `None` in the seed -> ids [R, D]. R is 1 unless no
-        processor looks at the ids."""
-        device = logits.device
-        logits = logits.to(self.input_ids.device)
-        if self.do_sample:
-            # Processors may ban all candidates that the refiner left, and some break where nothing can be drawn.
-            logits = logits.clamp(min=LEAST_LOGIT)
-        if self.do_sample and self.noise is None:
-            self.noise = torch.empty_like(logits, dtype=torch.float32).exponential_()
-        if not position_free(self.processors):
-            chosen = self._slot_by_slot(logits, draft_ids)
-        else:
-            laws = logits
-            if self.processors:
-                rows = logits.flatten(0, 1)
-                laws = self.processors(self.input_ids[:1].expand(len(rows), -1), rows.float()).view(logits.shape)
-            self.laws = self._forbid(laws)
-            chosen = self._pick(self.laws, self.noise)
-        if self.do_sample:
-            drawable = torch.isfinite(self.laws).any(dim=-1)
-            self.usable = drawable.long().cumprod(dim=1).sum(dim=1)
-        else:
-            self.usable = torch.full(logits.shape[:1], logits.shape[1], device=logits.device)
-        return chosen.to(device)
-
-    def _slot_by_slot(self, logits: torch.Tensor, draft_ids: torch.Tensor | None) -> torch.Tensor:
-        chosen: list[torch.Tensor] = []
-        laws: list[torch.Tensor] = []
-        for slot in range(logits.shape[1]):
-            before = (
-                chosen if draft_ids is None else list(draft_ids[:, :slot].to(self.input_ids.device).split(1, dim=1))
-            )
-            prefix = torch.cat([self.input_ids, *before[:slot]], dim=1)
-            law = self._forbid(self.processors(prefix, logits[:, slot].float().clone()))
-            noise = None if self.noise is None else self.noise[:, slot]
-            laws.append(law)
-            chosen.append(self._pick(law, noise)[:, None])
-        self.laws = torch.stack(laws, dim=1)
-        return torch.cat(chosen, dim=1)
-
-    def _forbid(self, laws: torch.Tensor) -> torch.Tensor:
-        if not self.do_sample or self.forbidden_ids is None or not len(self.forbidden_ids):
-            return laws
-        return laws.index_fill(-1, self.forbidden_ids.to(laws.device), -torch.inf)
-
-    def _pick(self, laws: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
-        if noise is None:
-            return laws.argmax(dim=-1)
-        return (laws.float().softmax(dim=-1) / noise).argmax(dim=-1)
 
 
 class XPressCandidateGenerator(CandidateGenerator):

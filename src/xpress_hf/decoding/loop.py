@@ -20,10 +20,12 @@ from ..modeling.drafter import XPressDrafter
 from .acceptance import AcceptanceRecord
 from .budget import AutoLength, history_of
 from .caches import cache_name, on_device, row_columns
-from .candidates import StopRules, confidence_threshold, confident_slots, draft_limit, position_free
+from .candidates import StopRules, confidence_threshold, confident_slots, draft_limit
+from .choosers import chooser_for
 from .forwards import TargetForwards
 from .outputs import Requested
-from .rows import Context, Row, RowProcessors, chooser_for
+from .processors import RowProcessors, position_free
+from .rows import Context, Row
 from .target import Target
 from .verification import block_verification, match, token_rejection
 
@@ -93,9 +95,10 @@ class DecodingLoop:
         num_drafts = drafter.config.num_draft_tokens
         pads = (self.forwards.mask.cumsum(dim=1) == 0).sum(dim=1).tolist()
         self.rows = [
-            Row(index, ids, pad, RowProcessors(processors, index, self.batch), AcceptanceRecord(num_drafts))
+            Row(index, ids, pad, AcceptanceRecord(num_drafts))
             for index, (ids, pad) in enumerate(zip(input_ids, pads, strict=True))
         ]
+        self.row_processors = RowProcessors(processors, self.batch)
         self.finished: list[Row] = []
         self.context = Context(drafter, self.batch)
 
@@ -153,7 +156,7 @@ class DecodingLoop:
             return self._no_draft()
         device = self.rows[0].ids.device
         anchors = torch.stack([row.ids[-2:] if row.length > 1 else row.ids[-1].expand(2) for row in self.rows])
-        chooser = chooser_for(self.rows, self.processors, self.do_sample)
+        chooser = chooser_for(self.rows, self.row_processors, self.do_sample)
         new = self.context.take()
         draft = self.drafter.draft_block(
             self.target, anchors, new, self.context.cache, chooser, **self._block_inputs(new.shape[1])
@@ -195,12 +198,7 @@ class DecodingLoop:
             places = logits.flatten(0, 1).clone()
             ids = self.rows[0].ids[None].expand(len(places), -1)
             return self.processors(ids, places).view(logits.shape)
-        judged = torch.empty_like(logits)
-        for number, row in enumerate(self.rows):
-            for place in range(logits.shape[1]):
-                ids = torch.cat([row.ids, draft_ids[number, :place]])[None]
-                judged[number, place] = row.processors(ids, logits[number, place][None])[0]
-        return judged
+        return self.row_processors.judge(self.rows, draft_ids, logits)
 
     def _accept(self, draft: Draft, judged: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Kept drafts [R] and all tokens of the cycle, what follows the kept drafts included [R, N]."""

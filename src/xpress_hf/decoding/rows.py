@@ -1,21 +1,18 @@
-"""Rows of a generate() call that decode at their own pace: ids, processors, draws, and the drafter's context.
+"""Rows of a generate() call that decode at their own pace: ids, records, and the drafter's context.
 
-Symbols: R rows still running, D drafts, S new context rows, T context columns, V vocabulary.
+Symbols: R rows still running, S new context rows, T context columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.generation import LogitsProcessorList
 
 from ..modeling.drafter import XPressDrafter
 from .acceptance import AcceptanceRecord
 from .caches import keep_columns, keep_rows, on_device
-from .candidates import SlotChooser, position_free
 
 
 @dataclass
@@ -23,15 +20,14 @@ class Row:
     """One sequence of the batch that generate() was given.
 
     ids: committed ids, left padding included; the last one is the anchor and has not been run.
-    pads: leading padding. processors: logits processors for this row.
-    record: cycles of this row. steps: per new token what the caller asked for beside ids, see `outputs`.
+    pads: leading padding. record: cycles of this row.
+    steps: per new token what the caller asked for beside ids, see `outputs`.
     cached: columns of the target's cache, kept when the row ends and the caller wants them.
     """
 
     index: int
     ids: torch.Tensor
     pads: int
-    processors: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     record: AcceptanceRecord
     steps: dict[str, list[Any]] = field(default_factory=dict)
     cached: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -40,47 +36,6 @@ class Row:
     def length(self) -> int:
         """Real tokens, the anchor included."""
         return len(self.ids) - self.pads
-
-
-@dataclass(frozen=True)
-class RowProcessors:
-    """Logits processors of one row of a batch. Some were built for the whole batch and look a row up by its number, so
-    the row's text is shown to them in every place of a batch and its own place is read."""
-
-    processors: LogitsProcessorList
-    index: int
-    batch: int
-
-    def __call__(self, input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """[1, S], [1, V] -> [1, V]"""
-        rows = self.processors(input_ids.expand(self.batch, -1), logits.expand(self.batch, -1).clone())
-        return rows[self.index : self.index + 1]
-
-
-class RowChoosers:
-    """A `SlotChooser` per row, for processors that look at the ids; see there."""
-
-    def __init__(self, rows: list[Row], do_sample: bool):
-        self.choosers = [SlotChooser(row.ids[None], LogitsProcessorList([row.processors]), do_sample) for row in rows]
-
-    def __call__(self, logits: torch.Tensor, draft_ids: torch.Tensor | None) -> torch.Tensor:
-        previous = [None] * len(logits) if draft_ids is None else draft_ids.split(1)
-        parts = zip(self.choosers, logits.split(1), previous, strict=True)
-        return torch.cat([chooser(own, before) for chooser, own, before in parts])
-
-    @property
-    def laws(self) -> torch.Tensor:
-        return torch.cat([chooser.laws for chooser in self.choosers])
-
-    @property
-    def usable(self) -> torch.Tensor:
-        return torch.cat([chooser.usable for chooser in self.choosers])
-
-
-def chooser_for(rows: list[Row], processors: LogitsProcessorList, do_sample: bool) -> SlotChooser | RowChoosers:
-    if position_free(processors):
-        return SlotChooser(rows[0].ids[None], processors, do_sample)
-    return RowChoosers(rows, do_sample)
 
 
 @dataclass

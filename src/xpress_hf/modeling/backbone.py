@@ -67,6 +67,7 @@ class ContextAttention(nn.Module):
             keys = torch.cat([self.k_proj_target(context), self.k_proj(hidden_states)], dim=1)
             values = torch.cat([self.v_proj_target(context), self.v_proj(hidden_states)], dim=1)
         else:
+            # One product per weight for context and block: one over the contexts of all layers would come on top.
             rows = torch.cat([context, hidden_states], dim=1)
             keys, values = self.k_proj(rows), self.v_proj(rows)
         shape = (*keys.shape[:2], -1, self.head_dim)

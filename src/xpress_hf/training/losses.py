@@ -6,7 +6,7 @@ Symbols: N blocks, B slots, D predicted slots, H hidden, V vocabulary, r refiner
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -71,49 +71,82 @@ class BlockTargets:
     vocabulary: LossVocabulary | None = None
 
 
+# Softmaxes run over as many blocks at a time as one float32 buffer of this size holds, at least one: that takes little
+# memory, and what the cache of a CPU still holds is read again at once.
+BUFFER_BYTES = 2**24
+
+
+def _slices(logits: torch.Tensor) -> Iterator[slice]:
+    """Blocks of logits [n, D, V], some at a time."""
+    step = max(BUFFER_BYTES // (4 * logits[0].numel()), 1) if len(logits) else 1
+    for start in range(0, len(logits), step):
+        yield slice(start, start + step)
+
+
+def softmaxes(logits: torch.Tensor, correction: torch.Tensor | None) -> torch.Tensor:
+    """Laws of logits [n, D, V] plus `correction` [V], in float32."""
+    laws = torch.empty_like(logits, dtype=torch.float32)
+    for part in _slices(logits):
+        rows = logits[part].float()
+        laws[part] = (rows if correction is None else rows + correction).softmax(dim=-1)
+    return laws
+
+
 class _SlotLoss(torch.autograd.Function):
-    """S of one set of logits, with its gradient in closed form: two float32 buffers [rows, V] are all it needs, and
-    one gradient in the dtype of the logits is all it keeps."""
+    """S of one set of logits; its gradient in closed form is kept, in the dtype of the logits."""
 
     @staticmethod
-    def forward(ctx, logits, labels, weights, teacher, recipe):
-        shape = labels.shape
-        rows, columns = logits.flatten(0, 1), labels.reshape(-1, 1)
-        probs = rows.log_softmax(dim=-1, dtype=torch.float32)
-        nll = -probs.gather(1, columns).view(shape)
-        if teacher is not None:
-            teacher = teacher.flatten(0, 1)
-        if recipe.position_weights == "dpace":
-            weights = weights * dpace_weights(nll, weights > 0, recipe.dpace_alpha)
-        loss = recipe.ce * (weights * nll).sum()
-        if recipe.kl:
-            # Term by term: entropy and cross entropy are large numbers next to their difference.
-            divergence = torch.special.xlogy(teacher, teacher).addcmul_(teacher, probs, value=-1).sum(dim=-1)
-            loss = loss + recipe.kl * (weights * divergence.view(shape)).sum()
-        probs.exp_()
-        # d CE / d z = p - onehot, d KL / d z = p - teacher, d L1 / d z = p * (s - <p, s>) with s = sign(p - teacher).
-        scale = ((recipe.ce + recipe.kl) * weights).reshape(-1, 1)
-        if recipe.uses_distance:
-            signs = probs - teacher
-            distance = torch.linalg.vector_norm(signs, ord=1, dim=-1).view(shape)
-            lost, slope = _chain(distance, weights > 0)
-            loss = loss + recipe.l1 * (weights * distance).sum() + recipe.chain * lost
-            signs.sign_()
-            slope = (recipe.l1 * weights + recipe.chain * slope).reshape(-1, 1)
-            signs.sub_(_row_dot(probs, signs)[:, None]).mul_(slope).add_(scale)
-            gradient = probs.mul_(signs)
-            del signs  # or the copy below would set the peak
-        else:
-            gradient = probs.mul_(scale)
-        gradient.scatter_add_(1, columns, -recipe.ce * weights.reshape(-1, 1))
-        if recipe.kl:
-            gradient.addcmul_(teacher, recipe.kl * weights.reshape(-1, 1), value=-1)
-        ctx.save_for_backward(gradient.to(logits.dtype).view(logits.shape))
+    def forward(ctx, logits, labels, weights, teacher, recipe, correction):
+        gradient = torch.empty_like(logits)
+        loss = logits.new_zeros((), dtype=torch.float32)
+        for part in _slices(logits):
+            rows = logits[part] if correction is None else logits[part].float() + correction
+            law = None if teacher is None else teacher[part]
+            term, gradient[part] = _with_gradient(rows, labels[part], weights[part], law, recipe)
+            loss += term
+        ctx.save_for_backward(gradient)
         return loss
 
     @staticmethod
     def backward(ctx, grad_output):
-        return ctx.saved_tensors[0] * grad_output, None, None, None, None
+        return ctx.saved_tensors[0] * grad_output, None, None, None, None, None
+
+
+def _with_gradient(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, teacher: torch.Tensor | None, recipe: Recipe
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted sum of S and its derivative by the logits, float32 [n, D, V]; two float32 buffers are all it needs."""
+    shape = labels.shape
+    rows, columns = logits.flatten(0, 1), labels.reshape(-1, 1)
+    probs = rows.log_softmax(dim=-1, dtype=torch.float32)
+    nll = -probs.gather(1, columns).view(shape)
+    if teacher is not None:
+        teacher = teacher.flatten(0, 1)
+    if recipe.position_weights == "dpace":
+        weights = weights * dpace_weights(nll, weights > 0, recipe.dpace_alpha)
+    loss = recipe.ce * (weights * nll).sum()
+    if recipe.kl:
+        # Term by term: entropy and cross entropy are large numbers next to their difference.
+        divergence = torch.special.xlogy(teacher, teacher).addcmul_(teacher, probs, value=-1).sum(dim=-1)
+        loss = loss + recipe.kl * (weights * divergence.view(shape)).sum()
+    probs.exp_()
+    # d CE / d z = p - onehot, d KL / d z = p - teacher, d L1 / d z = p * (s - <p, s>) with s = sign(p - teacher).
+    scale = ((recipe.ce + recipe.kl) * weights).reshape(-1, 1)
+    if recipe.uses_distance:
+        signs = probs - teacher
+        distance = torch.linalg.vector_norm(signs, ord=1, dim=-1).view(shape)
+        lost, slope = _chain(distance, weights > 0)
+        loss = loss + recipe.l1 * (weights * distance).sum() + recipe.chain * lost
+        signs.sign_()
+        slope = (recipe.l1 * weights + recipe.chain * slope).reshape(-1, 1)
+        signs.sub_(_row_dot(probs, signs)[:, None]).mul_(slope).add_(scale)
+        gradient = probs.mul_(signs)
+    else:
+        gradient = probs.mul_(scale)
+    gradient.scatter_add_(1, columns, -recipe.ce * weights.reshape(-1, 1))
+    if recipe.kl:
+        gradient.addcmul_(teacher, recipe.kl * weights.reshape(-1, 1), value=-1)
+    return loss, gradient.view(logits.shape)
 
 
 def _row_dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -133,15 +166,21 @@ def _chain(distance: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def slot_loss(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, teacher: torch.Tensor | None, recipe: Recipe
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    teacher: torch.Tensor | None,
+    recipe: Recipe,
+    correction: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weighted sum over slots of S (`Recipe`), before division.
 
-    logits [n, D, V], labels and weights [n, D], teacher probabilities [n, D, V] float32 -> scalar, float32.
+    logits [n, D, V], labels and weights [n, D], teacher probabilities [n, D, V] float32, correction of the logits [V]
+    -> scalar, float32.
     """
     # Autocast would take products over V in half precision.
     with torch.autocast(logits.device.type, enabled=False):
-        return _SlotLoss.apply(logits, labels, weights, teacher, recipe)
+        return _SlotLoss.apply(logits, labels, weights, teacher, recipe, correction)
 
 
 def chunk_loss(
@@ -156,20 +195,17 @@ def chunk_loss(
     """Loss sum of a few blocks [n, B, H] and detached figures for logging (facts/xpress 4.3)."""
     labels, weights, vocabulary = targets.labels[blocks], targets.weights[blocks], targets.vocabulary
     valid, num_drafts = targets.valid[blocks], labels.shape[1]
-    correction = vocabulary.correction if vocabulary else 0.0
+    correction = vocabulary.correction if vocabulary else None
     teacher = None
     if recipe.uses_teacher:
-        teacher = targets.teacher_logits(blocks).float()
+        teacher = targets.teacher_logits(blocks)
         if recipe.labels == "teacher":
             labels = teacher.argmax(dim=-1)
-        if not recipe.uses_teacher_law:
-            teacher = None
-        else:
-            teacher = (teacher + correction).softmax(dim=-1) if vocabulary else teacher.softmax(dim=-1)
+        teacher = softmaxes(teacher, correction) if recipe.uses_teacher_law else None
     columns = vocabulary.columns(labels) if vocabulary else labels
 
     def loss_of(logits: torch.Tensor) -> torch.Tensor:
-        return slot_loss(logits + correction if vocabulary else logits, columns, weights, teacher, recipe)
+        return slot_loss(logits, columns, weights, teacher, recipe, correction)
 
     def choice(logits: torch.Tensor) -> torch.Tensor:
         best = logits.detach().argmax(dim=-1)
@@ -197,6 +233,7 @@ def chunk_loss(
         logits = refined(torch.cat([known, draft_ids[:, :-1]], dim=1))
         loss = loss + recipe.free_running / recipe.sweeps * loss_of(logits)
         draft_ids = choice(logits)
+        del logits  # the next sweep needs the room
     figures["refined_accepted"] = accepted(draft_ids, targets.labels[blocks], valid)
     return loss, figures
 
@@ -261,12 +298,11 @@ def chunk_for_memory(limit: int, num_drafts: int, vocab_size: int, recipe: Recip
 def bytes_per_logit(recipe: Recipe, logit_bytes: int = 4) -> int:
     """Bytes that one logit of a chunk costs at the peak, which is the last term's.
 
-    Float32: the softmax, a second buffer, the teacher's law. In the dtype of the logits, `logit_bytes` wide: the
-    logits and, with refined terms, the base logits and a gradient for every earlier term.
+    Float32: the teacher's law. In the dtype of the logits, `logit_bytes` wide: the logits and their gradient and, with
+    refined terms, the base logits and a gradient for every earlier term.
     """
     terms = int(recipe.teacher_forced > 0) + (recipe.sweeps if recipe.free_running else 0)
-    buffers = 2 if recipe.uses_teacher_law or logit_bytes < 4 else 1
-    return 4 * (buffers + int(recipe.uses_teacher_law)) + logit_bytes * (1 + (1 + terms if terms else 0))
+    return 4 * int(recipe.uses_teacher_law) + logit_bytes * (2 + (1 + terms if terms else 0))
 
 
 def block_loss(
