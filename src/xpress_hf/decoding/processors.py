@@ -17,6 +17,7 @@ from transformers.generation import (
     ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
+    LogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -71,13 +72,20 @@ def position_free(processors: LogitsProcessorList) -> bool:
     return all(type(processor) in POSITION_FREE for processor in processors)
 
 
+def row_wise(processor: LogitsProcessor) -> bool:
+    """Whether rows of a batch may be judged in any number and order."""
+    # A penalty that leaves prompts out may hold their length row by row.
+    per_row = isinstance(getattr(processor, "prompt_ignore_length", None), torch.Tensor)
+    return type(processor) in ROW_WISE and not per_row
+
+
 class RowProcessors:
     """Logits processors of a batch, for texts of any of its rows. Those that may have been built for the whole batch
     look a row up by its number, so they are shown its text in every place of a batch and its own place is read."""
 
     def __init__(self, processors: LogitsProcessorList, batch: int):
         self.processors, self.batch = processors, batch
-        self.at_once = batch == 1 or all(type(processor) in ROW_WISE for processor in processors)
+        self.at_once = batch == 1 or all(map(row_wise, processors))
 
     def __call__(self, rows: Sequence[int], input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """[G, S], [G, V] -> [G, V] for texts of the rows with these numbers in the batch."""
