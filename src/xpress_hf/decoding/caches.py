@@ -20,7 +20,7 @@ def cache_name(model_kwargs: dict[str, Any]) -> str:
     return "cache" if "cache" in model_kwargs else "past_key_values"
 
 
-def on_device(values: list[int], device: torch.device) -> torch.Tensor:
+def on_device(values: list[int] | list[tuple[int, int]], device: torch.device) -> torch.Tensor:
     """Numbers as a tensor on a device that goes on with what it was told before, where a plain copy waits for it."""
     return torch.tensor(values).to(device, non_blocking=True)
 
