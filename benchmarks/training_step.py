@@ -49,7 +49,6 @@ from xpress_hf.training import losses
 from xpress_hf.training.blocks import cut_blocks, draw_batch_anchors
 from xpress_hf.training.features import target_states
 from xpress_hf.training.initialization import config_for_target, initialize_from_target
-from xpress_hf.training.losses import BUFFER_BYTES, bytes_per_logit
 from xpress_hf.training.trainer import DrafterTrainer, DrafterTrainingArguments
 
 TAPS, LAYERS, BLOCK, MASK_TOKEN = [1, 7, 14, 20, 27], 3, 8, 16
@@ -190,18 +189,15 @@ def run_memory_case(work: Path, args: argparse.Namespace) -> None:
 
     trainer._loss = watched
     trainer.train()
-    per_logit = bytes_per_logit(trainer.recipe, trainer._logit_bytes())
+    per_logit = losses.bytes_per_logit(trainer.recipe, trainer._logit_bytes())
     logits = args.chunk * trainer.drafter.config.num_draft_tokens * trainer.target.config.vocab_size
     refiner = trainer.drafter.refiner
     weights = 0 if refiner is None else sum(parameter.numel() for parameter in refiner.parameters())
     # Gradients of the refiner are added up in float32; products take a bfloat16 copy of every matrix, on a CPU also of
     # the head, which they lay out anew.
     copies = weights + (trainer.target.head.weight.numel() if args.device == "cpu" else 0)
-    print(
-        json.dumps(
-            {"loss_peak": found, "predicted": logits * per_logit + BUFFERS * BUFFER_BYTES + 4 * weights + 2 * copies}
-        )
-    )
+    predicted = logits * per_logit + BUFFERS * losses.BUFFER_BYTES + 4 * weights + 2 * copies
+    print(json.dumps({"loss_peak": found, "predicted": predicted}))
 
 
 def run_process(command: list[str], environment: dict[str, str]) -> dict | None:

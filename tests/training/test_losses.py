@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.conftest import HIDDEN, VOCAB, build_drafter
+from xpress_hf.training import losses
 from xpress_hf.training.losses import BlockTargets, LossVocabulary, block_loss
 from xpress_hf.training.recipes import RECIPES, Recipe, build_recipe
 
@@ -107,7 +108,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_loss_and_gradients_equal_the_slow_twin(case, name):
+def test_loss_and_gradients_equal_the_slow_twin(case, name, monkeypatch):
+    """For every size of chunk, and of the slices of a chunk: all of it, three blocks, one."""
     recipe = build_recipe(name.split("+")[0], CASES[name])
     refiner, hidden, head = case[:3]
     parameters = list(refiner.parameters()) if recipe.uses_refiner else []
@@ -115,7 +117,9 @@ def test_loss_and_gradients_equal_the_slow_twin(case, name):
         slow_rows = hidden.clone().requires_grad_()
         expected = slow_loss((refiner, slow_rows, *case[2:]), recipe, progress)
         slow_grads = torch.autograd.grad(2 * expected, [slow_rows, *parameters])
-        for chunk in (1, 7, BLOCKS):
+        three = 3 * DRAFTS * head.shape[0] * 4
+        for chunk, buffer in ((1, 2**24), (7, 2**24), (BLOCKS, 2**24), (7, three), (BLOCKS, three), (BLOCKS, 1)):
+            monkeypatch.setattr(losses, "BUFFER_BYTES", buffer)
             rows = hidden.clone().requires_grad_()
             loss, _ = block_loss(
                 rows, targets_of(case, recipe), lambda h: h @ head.T, refiner, recipe, progress, chunk

@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticCache
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    StaticCache,
+    StaticLayer,
+)
 
 
 def cache_name(model_kwargs: dict[str, Any]) -> str:
@@ -58,6 +67,37 @@ def aligned_columns(total: int, dropped: torch.Tensor, width: int) -> torch.Tens
     """
     ends = total - dropped
     return (ends[:, None] - width + torch.arange(width, device=dropped.device)).clamp(min=0)
+
+
+def recurrent_state(model: PreTrainedModel) -> ValueError:
+    return ValueError(
+        f"{type(model).__name__} keeps a recurrent state that cannot be rolled back after a rejected draft; its cache "
+        "cannot be cropped. Generate without `assistant_model`."
+    )
+
+
+def check_cache(model: PreTrainedModel, cache: Cache) -> None:
+    """Raises `ValueError` for caches that are known not to be rolled back; before any forward.
+
+    Since 5.25 transformers crops recurrent states too, from those that it keeps for every token. With most models a
+    forward over several tokens then gives other logits than one token at a time, so drafts would change the text.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    # Short convolutions can be rolled back; Inkling's hybrid layers keep nothing else beside keys and values.
+    if "linear_attention" in kinds or ("hybrid" in kinds and not config.model_type.startswith("inkling")):
+        raise recurrent_state(model)
+    for layer in getattr(cache, "layers", ()):
+        # Linear layers of some versions know after a forward only; static ones are judged with the whole cache.
+        if not (layer.is_croppable or isinstance(layer, LinearAttentionCacheLayerMixin | StaticLayer)):
+            raise not_croppable(model, cache)
+
+
+def not_croppable(model: PreTrainedModel, cache: Cache) -> ValueError:
+    return ValueError(
+        f"`past_key_values`: the {type(cache).__name__} of {type(model).__name__} cannot be rolled back after a "
+        "rejected draft. Generate without `assistant_model`."
+    )
 
 
 def recording_cache(cache: Cache) -> Cache:

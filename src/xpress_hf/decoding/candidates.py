@@ -120,6 +120,11 @@ class XPressCandidateGenerator(CandidateGenerator):
         laws = chooser.laws[:, : self._num_drafted] if self.draws_draft and self._num_drafted else None
         return self.candidate_ids, laws
 
+    @property
+    def num_drafting_tokens(self) -> int:
+        """Drafts of a cycle at most: how far newer transformers must be able to roll its cache back."""
+        return self.drafter.config.num_draft_tokens
+
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         if self._num_drafted:
             self.record.add(int(num_matches), self._num_drafted)

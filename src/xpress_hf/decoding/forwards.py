@@ -12,7 +12,16 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .caches import aligned_columns, cache_name, keep_columns, keep_rows, on_device, ragged_cache, recording_cache
+from .caches import (
+    aligned_columns,
+    cache_name,
+    keep_columns,
+    keep_rows,
+    not_croppable,
+    on_device,
+    ragged_cache,
+    recording_cache,
+)
 from .target import tap_request, taps
 
 # One number per token; the answer goes on with the number of the last prompt token, as in plain generate.
@@ -131,10 +140,7 @@ class TargetForwards:
             ValueError: it cannot be cropped, which recurrent layers know after their first forward only.
         """
         if not getattr(self.cache, "is_croppable", True):
-            raise ValueError(
-                f"`past_key_values`: the {type(self.cache).__name__} of {type(self.model).__name__} cannot be rolled "
-                "back after a rejected draft. Generate without `assistant_model`."
-            )
+            raise not_croppable(self.model, self.cache)
         if self.single:
             self.cache.crop(0)
 

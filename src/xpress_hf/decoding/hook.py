@@ -26,7 +26,7 @@ from transformers.pipelines import base as pipelines
 from transformers.utils import logging
 
 from ..modeling.drafter import XPressDrafter, is_drafter, unwrap_drafter
-from .caches import cache_name, cropped_by_numbers
+from .caches import cache_name, check_cache, cropped_by_numbers, recurrent_state
 from .candidates import XPressCandidateGenerator
 from .loop import DecodingLoop
 from .outputs import build_output
@@ -102,10 +102,7 @@ def check_options(model: Any, mode: GenerationMode, config: GenerationConfig, op
     if options.get("assistant_tokenizer") is not None:
         raise ValueError("`assistant_tokenizer`: a drafter shares the target's vocabulary; remove the argument.")
     if getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"{type(model).__name__} keeps a recurrent state that cannot be rolled back after a rejected draft; its "
-            "cache cannot be cropped. Generate without `assistant_model`."
-        )
+        raise recurrent_state(model)
 
 
 # Processors that remember the texts they were called with, so that rejected drafts would spoil them.
@@ -154,6 +151,7 @@ def _decode(original: Any, self: Any, input_ids: torch.LongTensor, *args: Any, *
             f"The text may grow to {config.max_length} tokens, the drafter was made for {longest}: beyond that its "
             "drafts will be kept less often; the text itself is not affected."
         )
+    check_cache(self, kwargs[cache_name(kwargs)])
     if drafter.speculation.loop != "stock":
         return _decode_rows(self, drafter, input_ids, **kwargs)
     check_stock_loop(drafter, input_ids, kwargs)

@@ -88,9 +88,9 @@ class RowProcessors:
         self.at_once = batch == 1 or all(map(row_wise, processors))
 
     def __call__(self, rows: Sequence[int], input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """[G, S], [G, V] -> [G, V] for texts of the rows with these numbers in the batch."""
+        """[G, S], [G, V] -> [G, V] for texts of the rows with these numbers in the batch; writes to `logits`."""
         if self.at_once:
-            return self.processors(input_ids, logits.clone())
+            return self.processors(input_ids, logits)
         judged = torch.empty_like(logits)
         for place, row in enumerate(rows):
             shown = logits[place].expand(self.batch, -1).clone()
