@@ -22,6 +22,8 @@ PROBE_EVERY = 32
 PROBE_SHARE = 0.01
 # Weight of the past per cycle in the running acceptance of a slot.
 DECAY = 0.98
+# A batch ends with its slowest row, which keeps less than the mean that is counted here: drafts have to gain this much.
+BATCH_GAIN = 1.15
 # Costs of R rows stand for those of R / 2 to 2 R rows until these were timed themselves.
 ALIKE = 2
 
@@ -108,7 +110,10 @@ class AutoLength:
         costs = [history.seconds(alike, length) for length in range(self.limit + 1)]
         speeds = [history.tokens(length) / cost for length, cost in enumerate(costs)]
         best = speeds.index(max(speeds))
-        lost_s = costs[-1] - history.tokens(self.limit) / speeds[best]
+        if rows > 1 and speeds[best] < BATCH_GAIN * speeds[0]:
+            best = 0
+        # Nothing that a probe keeps is counted: in a batch the slowest row decides, which may keep none.
+        lost_s = costs[-1] - costs[best]
         if history.since_whole >= max(PROBE_EVERY, lost_s / (PROBE_SHARE * costs[best])):
             return self.limit
         return best
