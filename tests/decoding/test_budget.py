@@ -42,6 +42,10 @@ def test_lengths_that_were_never_timed_come_first():
     auto.history.note_time(3, 0, 1.0)
     assert [later.choose(3) for _ in range(2)] == [4, 4]
     assert auto.history.alike(3, (4, 1, 0)) is None, "but not for three"
+    auto.history.note_time(2, 4, 1.0)
+    assert AutoLength(4, auto.history, batch=2).choose(2) == 4, "a whole batch is timed itself: once more,"
+    auto.history.note_time(2, 4, 1.0)
+    assert AutoLength(4, auto.history, batch=2).choose(2) == 1, "then one draft"
 
 
 def test_the_nearest_number_of_rows_stands_for_others():

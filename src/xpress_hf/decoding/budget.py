@@ -22,9 +22,9 @@ PROBE_EVERY = 32
 PROBE_SHARE = 0.01
 # Weight of the past per cycle in the running acceptance of a slot.
 DECAY = 0.98
-# A batch ends with its slowest row, which keeps less than the mean that is counted here: drafts have to gain this much.
+# A batch ends with its slowest row, which keeps less than the mean that is counted here: drafts must gain this much.
 BATCH_GAIN = 1.15
-# Costs of R rows stand for those of R / 2 to 2 R rows until these were timed themselves.
+# As rows of a batch end, costs of R rows stand for those of R / 2 to 2 R rows; whole batches are timed themselves.
 ALIKE = 2
 
 
@@ -92,11 +92,11 @@ class AutoLength:
     their law; as times differ from run to run, the same seed may give another text.
 
     Args:
-        limit: longest length. history: measured before, and added to.
+        limit: longest length. history: measured before, and added to. batch: rows of the call.
     """
 
-    def __init__(self, limit: int, history: History):
-        self.limit, self.history = limit, history
+    def __init__(self, limit: int, history: History, batch: int = 1):
+        self.limit, self.history, self.batch = limit, history, batch
         # Lengths that are timed first; those in between follow from them until they are chosen.
         self.anchors = tuple(dict.fromkeys((limit, 1, 0)))
         self._plain, self._drafted = 0, 0
@@ -105,7 +105,7 @@ class AutoLength:
         """Drafts to verify in the next cycle of `rows` rows, 0 to `limit`."""
         history = self.history
         alike = history.alike(rows, self.anchors)
-        if alike is None:
+        if alike is None or (rows == self.batch and alike != rows):
             return next(length for length in self.anchors if not history.is_known(rows, length))
         costs = [history.seconds(alike, length) for length in range(self.limit + 1)]
         speeds = [history.tokens(length) / cost for length, cost in enumerate(costs)]

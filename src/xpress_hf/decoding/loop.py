@@ -81,7 +81,7 @@ class DecodingLoop:
         self.draft_limit = draft_limit(drafter, config)
         self.auto: AutoLength | None = None
         if drafter.speculation.draft_length == "auto" and self.draft_limit:
-            self.auto = AutoLength(self.draft_limit, history_of(model, drafter))
+            self.auto = AutoLength(self.draft_limit, history_of(model, drafter), self.batch)
         self.threshold = confidence_threshold(drafter, config)
         self.judge = block_verification if drafter.speculation.verification == "block" else token_rejection
         self.forwards = TargetForwards(
