@@ -79,6 +79,8 @@ class SpeculationConfig:
         verification: how drafts of a sampled text are judged. "token": one by one (arXiv 2211.17192); "block": as a
             whole (arXiv 2403.10444), which keeps at least as many on average at the same law and takes our loop.
             `None` = "token". Greedy decoding keeps matching drafts either way.
+        compile: whether verifications of the target and blocks of the drafter run through `torch.compile`, with the
+            `compile_config` of the call, on caches of fixed length (our loop, one sequence). `None` = no.
     """
 
     sweeps: int | None = None
@@ -86,11 +88,14 @@ class SpeculationConfig:
     top_candidates: int | None = None
     loop: str | None = None
     verification: str | None = None
+    compile: bool | None = None
 
     def __post_init__(self):
         for name, choices in (("loop", ("own", "stock")), ("verification", ("token", "block"))):
             if (value := getattr(self, name)) not in (None, *choices):
                 raise ValueError(f"`{name}` must be {choices[0]!r}, {choices[1]!r} or None, got {value!r}.")
+        if not isinstance(self.compile, bool | None):
+            raise ValueError(f"`compile` must be True, False or None, got {self.compile!r}.")
         for name, lowest in (("sweeps", 0), ("draft_length", 1), ("top_candidates", 1)):
             value = getattr(self, name)
             if name == "draft_length" and value == "auto":

@@ -129,16 +129,21 @@ def cropped_by_numbers(cache: Cache) -> Iterator[None]:
         del cache.crop
 
 
+def is_replaceable(cache: Cache) -> bool:
+    """Whether it is empty, and a cache with other layers would hold the same keys and values."""
+    plain = isinstance(cache, DynamicCache) and not getattr(cache, "offloading", False)
+    # Layers derived from these may keep more than keys and values.
+    known = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
+    return plain and known and cache.get_seq_length() == 0
+
+
 def ragged_cache(cache: Cache) -> Cache:
     """An empty cache whose layers keep all columns, in place of `cache`.
 
     Raises:
         ValueError: the cache holds tokens already or has a fixed size.
     """
-    plain = isinstance(cache, DynamicCache) and not getattr(cache, "offloading", False)
-    # Layers derived from these may keep more than keys and values.
-    known = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
-    if not plain or not known or cache.get_seq_length() > 0:
+    if not is_replaceable(cache):
         raise ValueError(
             f"`past_key_values`: a batch with a drafter needs an empty dynamic cache of keys and values, got "
             f"{type(cache).__name__} of {sorted({type(layer).__name__ for layer in cache.layers})} with "

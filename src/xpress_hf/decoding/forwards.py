@@ -6,6 +6,7 @@ Symbols: R rows still running, S prompt length, N tokens in a verification (anch
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .caches import (
     ragged_cache,
     recording_cache,
 )
+from .static_shapes import StaticShapes
 from .target import tap_request, taps
 
 # One number per token; the answer goes on with the number of the last prompt token, as in plain generate.
@@ -39,6 +41,7 @@ class TargetForwards:
         extras: further arguments of every forward, such as `output_attentions`. `output_hidden_states=True` makes the
             target keep all states instead of the tapped ones.
         chunk_size: longest piece of the prompt in one forward; `None` = the whole prompt.
+        static: cache and compiled forward of verifications; `None` = the cache of `model_kwargs`, nothing compiled.
 
     Raises:
         ValueError: the cache or an argument cannot be served; before any forward.
@@ -52,6 +55,7 @@ class TargetForwards:
         layers: list[int],
         extras: dict[str, Any],
         chunk_size: int | None = None,
+        static: StaticShapes | None = None,
     ):
         self.model, self.layers = model, layers
         self.num_layers = model.config.get_text_config().num_hidden_layers
@@ -60,7 +64,11 @@ class TargetForwards:
         self.cache_name = cache_name(model_kwargs)
         self.single = len(input_ids) == 1
         given = model_kwargs[self.cache_name]
-        self.cache: Cache = recording_cache(given) if self.single else ragged_cache(given)
+        self.static = static
+        if static is not None:
+            self.cache: Cache = static.target_cache
+        else:
+            self.cache = recording_cache(given) if self.single else ragged_cache(given)
         self.first_inputs = {**model_kwargs, self.cache_name: self.cache}
         mask = model_kwargs.get("attention_mask")
         self.mask = torch.ones_like(input_ids) if mask is None else mask
@@ -178,6 +186,17 @@ class TargetForwards:
 
     def verify(self, tokens: torch.Tensor, lengths: list[int]) -> Any:
         """One forward over anchors and drafts [R, N]; `lengths` [R] tokens that each row has run."""
+        if self.static is None:
+            return self._forward(self.model, tokens, lengths)
+        num_tokens = tokens.shape[1]
+        if num_tokens > 1:
+            tokens = self.static.padded(tokens)
+        outputs = self._forward(self.static.verify, tokens, lengths)
+        outputs.logits = outputs.logits[:, :num_tokens]
+        self.cache.crop(num_tokens - tokens.shape[1])
+        return outputs
+
+    def _forward(self, model: Callable[..., Any], tokens: torch.Tensor, lengths: list[int]) -> Any:
         width, device = self.cache.get_seq_length(), tokens.device
         inputs: dict[str, Any] = {"input_ids": tokens, self.cache_name: self.cache, "use_cache": True}
         inputs.update(self.later_inputs)
@@ -192,7 +211,7 @@ class TargetForwards:
         if "position_ids" in self.parameters:
             steps = torch.arange(tokens.shape[1], device=device)
             inputs["position_ids"] = (run + self.offset)[..., None] + steps
-        return self.model(**inputs)
+        return model(**inputs)
 
     def taps(self, outputs: Any) -> torch.Tensor:
         return taps(outputs.hidden_states, self.layers, self.num_layers)

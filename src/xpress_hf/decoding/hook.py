@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
+from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation import (
     GenerationMixin,
     LogitsProcessorList,
@@ -26,10 +28,11 @@ from transformers.pipelines import base as pipelines
 from transformers.utils import logging
 
 from ..modeling.drafter import XPressDrafter, is_drafter, unwrap_drafter
-from .caches import cache_name, check_cache, cropped_by_numbers, recurrent_state
+from .caches import cache_name, check_cache, cropped_by_numbers, is_replaceable, recurrent_state
 from .candidates import XPressCandidateGenerator
 from .loop import DecodingLoop
 from .outputs import build_output
+from .static_shapes import dynamic_copy
 from .target import check_pair
 
 logger = logging.get_logger(__name__)
@@ -173,11 +176,27 @@ def check_stock_loop(drafter: XPressDrafter, input_ids: torch.Tensor, kwargs: di
     for name, wanted in (
         ("`verification`='block'", drafter.speculation.verification == "block"),
         ("`draft_length`='auto'", drafter.speculation.draft_length == "auto"),
+        ("`compile`=True", bool(drafter.speculation.compile)),
         ("a batch", input_ids.shape[0] > 1),
         ("`past_key_values` with a prefix", kwargs[cache_name(kwargs)].get_seq_length() > 0),
     ):
         if wanted:
             raise ValueError(f"{name} takes our own loop: `speculation.loop` is 'stock', set it to None.")
+
+
+def check_compile(num_rows: int, config: GenerationConfig, cache: Cache) -> None:
+    """Raises `ValueError` for what compiled forwards of one shape do not serve."""
+    for name, wanted in (
+        ("a batch", num_rows > 1),
+        ("`output_attentions`", bool(config.output_attentions)),
+        ("`cache_implementation` or `past_key_values`", not is_replaceable(cache)),
+        (f"transformers {transformers.__version__}", not StaticLayer.is_croppable),
+    ):
+        if wanted:
+            raise ValueError(
+                f"`speculation.compile`=True brings caches of its own for one sequence, as transformers from 5.24 on "
+                f"can roll them back; it does not serve {name}. Set it to None."
+            )
 
 
 # Arguments of the wrapped loop that are not meant for the target's forward.
@@ -204,6 +223,8 @@ def _decode_rows(model: Any, drafter: XPressDrafter, input_ids: torch.Tensor, **
             "`synced_gpus`: processes whose drafts are kept at different rates do not run in step; gather the "
             "target's weights and set it to False."
         )
+    if drafter.speculation.compile:
+        check_compile(len(input_ids), config, kwargs[cache_name(kwargs)])
     loop = DecodingLoop(
         model,
         drafter,
@@ -215,10 +236,14 @@ def _decode_rows(model: Any, drafter: XPressDrafter, input_ids: torch.Tensor, **
         streamer,
     )
     rows = loop.run()
+    cache = loop.forwards.cache
+    if loop.static is not None:
+        cache = dynamic_copy(cache) if loop.requested.as_dict else cache
+        loop.static.give_back()
     drafter.last_row_acceptance = [row.record for row in rows]
     drafter.last_acceptance = sum(drafter.last_row_acceptance[1:], start=rows[0].record)
     pad = getattr(config, "_pad_token_tensor", None)
-    return build_output(rows, loop.requested, 0 if pad is None else int(pad), loop.forwards.cache)
+    return build_output(rows, loop.requested, 0 if pad is None else int(pad), cache)
 
 
 def _candidate_generator(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ from .forwards import TargetForwards
 from .outputs import Requested
 from .processors import RowProcessors, position_free
 from .rows import Context, Row
+from .static_shapes import StaticShapes
 from .target import Target
 from .verification import block_verification, match, token_rejection
 
@@ -84,6 +85,9 @@ class DecodingLoop:
             self.auto = AutoLength(self.draft_limit, history_of(model, drafter), self.batch)
         self.threshold = confidence_threshold(drafter, config)
         self.judge = block_verification if drafter.speculation.verification == "block" else token_rejection
+        self.static: StaticShapes | None = None
+        if drafter.speculation.compile:
+            self.static = StaticShapes(model, drafter, config, self.max_length, self.draft_limit)
         self.forwards = TargetForwards(
             model,
             input_ids,
@@ -91,16 +95,16 @@ class DecodingLoop:
             drafter.config.target_layer_ids,
             self.requested.extras,
             config.prefill_chunk_size,
+            self.static,
         )
-        num_drafts = drafter.config.num_draft_tokens
         pads = (self.forwards.mask.cumsum(dim=1) == 0).sum(dim=1).tolist()
         self.rows = [
-            Row(index, ids, pad, AcceptanceRecord(num_drafts))
+            Row(index, ids, pad, AcceptanceRecord(drafter.config.num_draft_tokens))
             for index, (ids, pad) in enumerate(zip(input_ids, pads, strict=True))
         ]
         self.row_processors = RowProcessors(processors, self.batch)
         self.finished: list[Row] = []
-        self.context = Context(drafter, self.batch)
+        self.context = Context(drafter, self.batch, self.static)
 
     @torch.no_grad()
     def run(self) -> list[Row]:
@@ -172,8 +176,11 @@ class DecodingLoop:
         return Draft(draft.ids[:, : max(room)].to(device), laws, lengths)
 
     def _block_inputs(self, num_new: int) -> dict[str, Any]:
-        """Positions and masks of the next block behind `num_new` new context rows; none where all of them count."""
+        """Positions and masks of the next block behind `num_new` new context rows, and what runs it; nothing where all
+        rows count."""
         context, config = self.context, self.drafter.config
+        if self.static is not None:
+            return self.static.block_inputs(self.drafter, context.counts[0], num_new)
         if context.dense:
             return {}
         device = context.valid.device

@@ -13,6 +13,7 @@ import torch
 from ..modeling.drafter import XPressDrafter
 from .acceptance import AcceptanceRecord
 from .caches import keep_columns, keep_rows, on_device
+from .static_shapes import StaticShapes
 
 
 @dataclass
@@ -69,10 +70,12 @@ class Context:
     counts: context rows of each running row, those that wait included.
     positions, valid: [R, T] of the columns that a draft has read; where every column of every row counts (`dense`: one
     sequence), neither is kept.
+    static: shapes of a compiled drafter, whose new rows are padded to one number; `None` = it is not compiled.
     """
 
-    def __init__(self, drafter: XPressDrafter, num_rows: int):
-        self.cache = drafter.new_cache()
+    def __init__(self, drafter: XPressDrafter, num_rows: int, static: StaticShapes | None = None):
+        self.static = static
+        self.cache = drafter.new_cache() if static is None else static.drafter_cache
         self.counts = [0] * num_rows
         self.dense = num_rows == 1
         self.waiting: list[Waiting] = []
@@ -94,10 +97,13 @@ class Context:
             if self.valid is not None:
                 columns.insert(0, (self.positions, self.valid))
             self.positions, self.valid = (torch.cat(parts, dim=1) for parts in zip(*columns, strict=True))
-        return torch.cat([one.states for one in waiting], dim=1)
+        states = torch.cat([one.states for one in waiting], dim=1)
+        return states if self.static is None else self.static.padded(states)
 
     def pack(self) -> None:
         """Reclaims columns of the drafter's cache that belong to no row."""
+        if self.static is not None:
+            self.cache.crop(self.counts[0] - int(self.cache.get_seq_length()))
         if self.dense:
             return
         width = max(self.counts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from accelerate.utils import align_module_device
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -50,10 +51,10 @@ class Target:
         Additive position tables (GPT-2) are left out, since the drafter rotates positions itself, and so is a norm on
         the embeddings that belongs to the target's own stream (Muse).
         """
-        weight = dense_weight(self.embedding)
-        ids = ids if weight is None else ids.to(weight.device)
+        ids = ids.to(device_of(self.embedding, ids.device))
         if isinstance(getattr(self.embedding, "embed_norm", None), nn.Module):
-            embeds = nn.functional.embedding(ids, self.embedding.weight)
+            with align_module_device(self.embedding):
+                embeds = nn.functional.embedding(ids, self.embedding.weight)
         else:
             embeds = self.embedding(ids)
         return embeds if self.embedding_scale == 1.0 else embeds * self.embedding_scale
@@ -64,16 +65,16 @@ class Target:
         The target's final norm is not applied: the drafter has its own. With `token_ids` [W] only these tokens' logits
         [..., W] are computed, which takes a head that is a plain linear layer.
         """
-        weight = dense_weight(self.head)
         # 3-D slices leave the fast bf16 path of CPU kernels; contiguous 2-D rows do not.
         rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-        rows = rows.to(self.model.device if weight is None else weight.device, self.head_dtype)
+        rows = rows.to(device_of(self.head, self.model.device), self.head_dtype)
         if token_ids is None:
             logits = self.head(rows)
         else:
             token_ids = token_ids.to(rows.device)
-            bias = getattr(self.head, "bias", None)
-            logits = nn.functional.linear(rows, weight[token_ids], None if bias is None else bias[token_ids])
+            with align_module_device(self.head):
+                weight, bias = self.head.weight[token_ids], self.head.bias
+                logits = nn.functional.linear(rows, weight, None if bias is None else bias[token_ids])
         if (scale := getattr(self.config, "logit_scale", None)) is not None:
             logits = logits * scale
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
@@ -88,6 +89,16 @@ def dense_weight(module: nn.Module) -> torch.Tensor | None:
     none."""
     weight = getattr(module, "weight", None)
     return weight if isinstance(weight, torch.Tensor) and weight.is_floating_point() else None
+
+
+def device_of(module: nn.Module, default: torch.device) -> torch.device:
+    """Where a module computes: weights that accelerate has offloaded lie elsewhere until it runs, quantised ones may
+    be no tensors at all (`default`)."""
+    hook = getattr(module, "_hf_hook", None)
+    for one in (hook, *getattr(hook, "hooks", ())):
+        if (device := getattr(one, "execution_device", None)) is not None:
+            return torch.device(device)
+    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), default)
 
 
 def tap_request(target_layer_ids: list[int]) -> list[int]:
@@ -117,7 +128,8 @@ def taps(hidden_states: tuple[torch.Tensor | None, ...], target_layer_ids: list[
             f"{len(hidden_states)} states{f' of shape {shapes}' if shapes else ''}. "
             "Generate without `assistant_model`."
         )
-    return torch.cat(tapped, dim=-1)
+    # Layers of a target may lie on several devices.
+    return torch.cat([states.to(tapped[-1].device) for states in tapped], dim=-1)
 
 
 def check_kind(model: PreTrainedModel) -> None:

@@ -255,6 +255,7 @@ class XPressDrafter(PreTrainedModel):
         choose: Chooser = greedy_choice,
         position_ids: torch.Tensor | None = None,
         attention_mask: dict[str, torch.Tensor] | None = None,
+        forward: Callable[..., Any] | None = None,
     ) -> BlockDraft:
         """Drafts one block behind each row of `known_ids`.
 
@@ -266,6 +267,7 @@ class XPressDrafter(PreTrainedModel):
             choose: picks a token per slot, see `refine_block`.
             position_ids: [N, S + B] of new context rows and block. Default: they follow the cached rows.
             attention_mask: additive masks per layer type, see `Backbone.forward`. Default: every context row counts.
+            forward: what runs the backbone, as a compiled call of this drafter. Default: the drafter itself.
         """
         config = self.config
         device = self.device
@@ -275,7 +277,7 @@ class XPressDrafter(PreTrainedModel):
             start = cache.get_seq_length()
             num_rows = context_hidden_states.shape[1] + config.block_size
             position_ids = torch.arange(start, start + num_rows, device=device)[None]
-        hidden_states = self(
+        hidden_states = (forward or self)(
             noise_embeds=target.embed(torch.cat([anchor, masks], dim=1)).to(device),
             context_hidden_states=context_hidden_states.to(device),
             attention_mask=attention_mask,
