@@ -139,3 +139,14 @@ def test_matching_stops_at_the_first_miss_and_at_the_length():
     drafts = torch.tensor([[1, 2, 3], [1, 9, 3], [1, 2, 3], [5, 2, 3]])
     target = torch.tensor([[1, 2, 3, 4]]).expand(4, -1)
     assert match(drafts, target, torch.tensor([3, 3, 2, 3])).tolist() == [3, 1, 2, 0]
+
+
+@pytest.mark.parametrize("excess", [1e-9, 6e-8, 1e-6])
+def test_block_verification_counts_a_mass_below_the_rounding_of_one(excess):
+    """After a kept draft c_1 = 1, so that length 1 is accepted for sure however little m_1 is."""
+    sure = torch.tensor([1.0 - excess, excess, 0.0])
+    target = torch.stack([torch.tensor([1.0, 0.0, 0.0]), sure, sure])[None]
+    draft = torch.stack([torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.0, 0.0, 0.0])])[None]
+    chances = block_acceptance(torch.tensor([[0, 0]]), draft, target, torch.tensor([2]))[0]
+    assert chances[1] == 1.0
+    assert chances[2] == pytest.approx(1.0)

@@ -86,7 +86,8 @@ def block_acceptance(
     """
     weights = block_weights(draft_ids, draft_laws, target_laws)
     mass = (weights[:, :-1, None] * target_laws[:, :-1] - draft_laws).clamp(min=0).sum(dim=-1)  # [B, D]
-    below = mass / (mass + 1 - weights[:, :-1])
+    # 1 - c_i first: a mass below the rounding of 1 would vanish beside it and leave x / 0.
+    below = mass / (mass + (1 - weights[:, :-1]))
     below = torch.where(mass > 0, below, torch.zeros_like(below))
     places = torch.arange(weights.shape[1], device=weights.device)
     chances = torch.cat([below, weights[:, -1:]], dim=1)
