@@ -80,7 +80,8 @@ class Decoding:
 
     def overhead(self) -> None:
         settings = EvaluationSettings(self.args.max_new_tokens)
-        arms = parse_arms(OVERHEAD_ARMS, self.drafter)
+        compiled = ["refined+compile=true"] if self.args.compile else []
+        arms = parse_arms([*OVERHEAD_ARMS, *compiled], self.drafter)
         run = Benchmark(self.target, self.tokenizer, arms, settings, float32_twin(self.target))
         header = run.header(self.sets, self.names)
         run.warm_up()
@@ -149,6 +150,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--groups", type=int, default=8, help="groups of prompts per batch size")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.7, 1.0], help="for `verification`")
+    parser.add_argument("--compile", action="store_true", help="also our loop on compiled forwards, for `overhead`")
     parser.add_argument("--random-target", choices=list(SIZES), help="instead of the embedded target")
     parser.add_argument("--acceptance", type=float, default=0.8, help="share of right drafts on a random target")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))

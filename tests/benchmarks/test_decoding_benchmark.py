@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from functools import partial
 
 import decoding
 import decoding_batch
@@ -11,9 +12,11 @@ import torch
 from decoding_memory import cache_bytes, measured
 from decoding_verification import expected_by_block, expected_by_token
 from random_pair import SIZES, random_pair
+from transformers import CompileConfig
 
 from tests.conftest import OLD
 from xpress_hf import SpeculationConfig
+from xpress_hf.decoding import static_shapes
 from xpress_hf.decoding.verification import block_verification, token_rejection
 from xpress_hf.evaluation.bootstrap import Interval
 
@@ -86,6 +89,15 @@ def test_overhead_has_all_four_ways_and_shares_that_add_up(run, tmp_path):
     header, *rows = rows_of(tmp_path / "overhead.jsonl")
     assert header["arms"]["refined+loop=stock"]["loop"] == "stock"
     assert len(rows) == 2 * len(arms)
+
+
+@pytest.mark.skipif(OLD, reason="static caches of this transformers cannot be cropped")
+def test_overhead_of_compiled_forwards(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(static_shapes, "CompileConfig", partial(CompileConfig, backend="eager"))
+    speed, cycle, _ = tables(run("overhead", "--limit", "1", "--compile"))
+    assert float(cycle["refined+compile=true"]["verify"]) > 0
+    assert speed["refined+compile=true"]["acceptance length"] == speed["refined"]["acceptance length"]
+    assert rows_of(tmp_path / "overhead.jsonl")[0]["arms"]["refined+compile=true"]["compile"] is True
 
 
 def test_memory_grows_by_the_caches_and_nothing_else(run, pair):

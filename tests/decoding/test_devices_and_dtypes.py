@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import xpress_hf
 from tests.conftest import HIDDEN, build_drafter, build_target, plain, prompt
@@ -22,6 +23,8 @@ from xpress_hf.training.trainer import DrafterTrainer
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 NEW = 24
+# bitsandbytes packs blocks of 64 weights.
+WIDE = 64
 
 
 def drafted(target, drafter, ids, **options):
@@ -94,16 +97,50 @@ def quantised(family: str, dtype: torch.dtype):
         return torch.ao.quantization.quantize_dynamic(build_target(family), {torch.nn.Linear}, dtype=dtype)
 
 
-@needs_gpu
-def test_f5_a_target_in_four_bits(tmp_path):
+def bitsandbytes(**bits):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    return BitsAndBytesConfig(**bits)
 
-    build_target("llama").save_pretrained(tmp_path)
-    config = BitsAndBytesConfig(load_in_4bit=True)
-    target = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, device_map=0)
-    ids = prompt().to("cuda")
-    assert torch.equal(drafted(target, build_drafter().to("cuda"), ids), plain(target, ids, max_new_tokens=NEW))
+
+def torchao(**options):
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    return TorchAoConfig(quantization.Int8WeightOnlyConfig(), **options)
+
+
+def quanto(weights: str):
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    return QuantoConfig(weights=weights)
+
+
+FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+PACKED = {
+    "bitsandbytes, 4 bits": lambda: bitsandbytes(**FOUR_BITS),
+    "bitsandbytes, 4 bits, head too": lambda: bitsandbytes(**FOUR_BITS, llm_int8_skip_modules=[]),
+    "torchao, int8": torchao,
+    "torchao, int8, embeddings and head too": lambda: torchao(include_input_output_embeddings=True),
+    "quanto, int8": lambda: quanto("int8"),
+    "quanto, int4": lambda: quanto("int4"),
+}
+
+
+def packed(folder, config, device="cpu", **sizes):
+    build_target("llama", **sizes).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=config, device_map=device, dtype=torch.float32
+    ).eval()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("config", PACKED.values(), ids=PACKED)
+def test_f5_weights_packed_by_the_libraries_that_transformers_calls(config, device, tmp_path):
+    """A weight has one value whatever stands beside a row: ids are equal, batches too."""
+    target = packed(tmp_path, config(), device, hidden_size=WIDE)
+    drafter = build_drafter(hidden_size=WIDE).to(device)
+    for seed in range(3):
+        ids = prompt(8, seed).to(device)
+        assert torch.equal(drafted(target, drafter, ids), plain(target, ids, max_new_tokens=NEW))
+    ids = torch.cat([prompt(8, seed) for seed in range(3)]).to(device)
+    assert torch.equal(drafted(target, drafter, ids), plain(target, ids, max_new_tokens=NEW))
 
 
 def test_f6_scaled_embeddings_are_the_same_in_training_and_in_generate(tmp_path):

@@ -207,6 +207,7 @@ def test_a_later_turn_without_room_is_left_out_and_a_first_one_refused():
         (["fast"], {}, "unknown arm 'fast'; known arms are plain"),
         (["plain+sweeps=2"], {}, "'plain' takes no settings"),
         (["refined+speed=2"], {}, "'speed=2'.*field=value"),
+        (["refined+compile=yes"], {}, "`compile` must be True, False or None, got 'yes'"),
         (["refined+sweeps=-1"], {}, "`sweeps` must be"),
         (["assistant"], {}, "--assistant"),
         (["control"], {}, "--control"),
@@ -234,6 +235,7 @@ def test_arms_and_what_they_mean():
     assert arms[-1].drafter is other
     assert arms[-1].kind == "control"
     assert arms[3].settings() == {"sweeps": 3, "draft_length": 7, "loop": "stock"}
+    assert parse_arms(["refined+compile=true"], drafter)[1].speculation.compile is True
     lengths = parse_arms(["draft-lengths"], build_drafter(block_size=6))
     assert [arm.name for arm in lengths[1:]] == [f"draft_length={length}" for length in (1, 2, 4, 5)]
     assert default_arms(drafter, True, False) == ["plain", "prompt-lookup", "assistant", "dflash", "bare", "refined"]

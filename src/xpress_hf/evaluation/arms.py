@@ -185,5 +185,11 @@ def _drafter_arm(name: str, drafter: XPressDrafter, settings: list[str]) -> Arm:
         key, equals, value = setting.partition("=")
         if not equals or key not in known:
             raise ValueError(f"`--arms`: {setting!r} in {name!r} must be field=value with a field of {sorted(known)}.")
-        changes[key] = int(value) if value.lstrip("-").isdigit() else value
+        changes[key] = _value(value)
     return Arm(name, drafter, dataclasses.replace(drafter.speculation, **changes))
+
+
+def _value(word: str) -> bool | int | str:
+    if word in ("true", "false"):
+        return word == "true"
+    return int(word) if word.lstrip("-").isdigit() else word
