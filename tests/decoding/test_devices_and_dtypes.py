@@ -1,9 +1,10 @@
 """Group F of the bug reports: targets and drafters of other devices, dtypes, quantisation, embeddings and names.
 
-F1 and F2 need a GPU; without one a look at the source stands in for F1. F3 and F7 (adapters) are in test_lossless and,
+F1 and F2 need a GPU; without one targets whose layers wait elsewhere (test_offloaded_targets) and a look at the source
+stand in for F1. F3 and F7 (adapters) are in test_lossless and,
 for training, in tests/training/test_bug_reports.py and test_lora.py; F4 (modules without a dense weight) is in
-test_lossless, and drafters with quantised weights are refused (tests/checkpoints). F5 with bitsandbytes needs a GPU
-too; on a CPU torch's own quantisation takes its place.
+test_lossless, and drafters with quantised weights are refused (tests/checkpoints). For F5, bitsandbytes comes with the
+`test` extra; torchao and optimum-quanto are used where they are installed.
 """
 
 import logging

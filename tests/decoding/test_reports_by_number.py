@@ -81,12 +81,13 @@ E17 test_errors.py::test_missing_weights_are_listed
     test_errors.py::test_unexpected_weights_are_listed
 
 F1  decoding/test_devices_and_dtypes.py::test_f1_a_target_whose_layers_lie_on_two_devices
+    decoding/test_offloaded_targets.py::test_texts_and_drafts_are_those_of_the_whole_target
     decoding/test_devices_and_dtypes.py::test_f1_no_tensor_is_moved_to_a_device_named_in_the_source
 F2  decoding/test_devices_and_dtypes.py::test_f2_target_and_drafter_on_different_devices
 F3  decoding/test_lossless.py::test_target_and_drafter_of_different_dtype
 F4  decoding/test_lossless.py::test_embedding_and_head_are_called_as_modules
 F5  decoding/test_devices_and_dtypes.py::test_f5_a_target_with_packed_weights
-    decoding/test_devices_and_dtypes.py::test_f5_a_target_in_four_bits
+    decoding/test_devices_and_dtypes.py::test_f5_weights_packed_by_the_libraries_that_transformers_calls
 F6  decoding/test_devices_and_dtypes.py::test_f6_scaled_embeddings_are_the_same_in_training_and_in_generate
 F7  decoding/test_lossless.py::test_peft_wrapped_target_and_drafter
 F8  decoding/test_devices_and_dtypes.py::test_f8_a_sibling_of_the_target_is_used_with_at_most_one_warning
